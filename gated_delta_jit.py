@@ -1,0 +1,1841 @@
+# SPDX-License-Identifier: MIT
+# Copyright (c) 2026 the gated_delta_jit authors
+"""Value-gated linear recurrence: gated linear attention with a decay for every value channel.
+
+For every batch b and head h a state S of shape (K, V) walks over time:
+
+    S_t[i, j] = gate_t[j] * S_{t-1}[i, j] + k_t[i] * v_t[j]
+    y_t[j]    = scale * sum_i q_t[i] * S_t[i, j]                   (y_t reads the state after step t's update)
+
+    from gated_delta_jit import ModelNew, gated_delta
+    y = ModelNew()(q, k, v, gate)                            # zero state, scale 1: the drop-in for the PyTorch loop
+    y, S = gated_delta(q, k, v, gate, initial_state=S0, output_final_state=True)
+
+q, k: (B, T, H, K); v: (B, T, H, V); gate: broadcastable to (B, T, H, V); y: (B, T, H, V); S: (B, H, K, V). Only
+products of gates are formed, never a quotient or a logarithm, so gates that are 0, tiny, negative or above 1 are exact.
+
+This file is all there is: it holds CUDA and C++ as text, compiles them on first import and loads them from a cache
+later. Read it from top to bottom:
+
+    SHARED_SOURCE   the structures that host and device exchange
+    CUDA_SOURCE     kernels and their launch, free of torch, so that plain nvcc compiles what `--dump DIR` writes
+    CPP_SOURCE      argument checks, the CPU kernel, registration as a torch operator, the short way in from Python
+    Python          building and loading, `gated_delta`, `ModelNew`
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import importlib.machinery
+import importlib.util
+import inspect
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+
+import torch
+
+__all__ = ["ModelNew", "gated_delta"]
+__version__ = "0.1.0"
+
+SHARED_SOURCE = r"""// ============================ The contract between host and device ============================
+
+#include <cstdint>
+
+namespace gated_delta {
+
+enum class Dtype : int { kFloat32, kFloat64, kFloat16, kBFloat16 };
+
+// A strided operand. Strides are in elements; the axes are (batch, time, head, channel) for q, k,
+// v, gate and y, and (batch, head, row, column) for states.
+template <typename Index>
+struct View {
+  void* data = nullptr;
+  Index stride[4] = {0, 0, 0, 0};
+};
+
+// One forward call. Letters as everywhere: B, T, H, K, V. Kernels that fit take 32-bit indices:
+// their parameters fill fewer lines of the constant cache, and an address costs one multiply-add.
+template <typename Index>
+struct Arguments {
+  View<Index> q, k, v, gate, y;
+  Index B = 0, T = 0, H = 0, K = 0, V = 0;
+  Dtype dtype = Dtype::kFloat32;       // of q, k, v, y
+  Dtype gate_dtype = Dtype::kFloat32;  // dtype, or float32 beside half-precision q, k, v
+  bool log_gate = false;
+  double scale = 1.0;
+  View<Index> initial_state;  // data is null for a zero state
+  View<Index> final_state;    // data is null when it isn't asked for
+  View<Index> partial;  // (B, T, H, V) sums in the state's type, needed when K > max_rows(dtype)
+};
+using Params = Arguments<int64_t>;
+
+// Rows of the state that one kernel launch handles. Larger K is cut in slices whose outputs add up
+// in `partial`.
+constexpr int64_t max_rows(Dtype dtype) {
+  return dtype == Dtype::kFloat64 ? 64 : 128;
+}
+
+}  // namespace gated_delta
+"""
+
+CUDA_SOURCE = SHARED_SOURCE + r"""
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <type_traits>
+
+namespace gated_delta {
+namespace {
+
+// ======================================= Small helpers ========================================
+
+__device__ __forceinline__ float to_accum(float x) {
+  return x;
+}
+__device__ __forceinline__ double to_accum(double x) {
+  return x;
+}
+__device__ __forceinline__ float to_accum(__half x) {
+  return __half2float(x);
+}
+__device__ __forceinline__ float to_accum(__nv_bfloat16 x) {
+  return __bfloat162float(x);
+}
+
+template <typename Element>
+__device__ __forceinline__ Element from_accum(float x);
+template <>
+__device__ __forceinline__ float from_accum<float>(float x) {
+  return x;
+}
+template <>
+__device__ __forceinline__ __half from_accum<__half>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_accum<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+template <typename Element>
+__device__ __forceinline__ Element from_accum(double x) {
+  return x;
+}
+
+__device__ __forceinline__ float multiply_add(float a, float b, float c) {
+  return fmaf(a, b, c);
+}
+__device__ __forceinline__ double multiply_add(double a, double b, double c) {
+  return fma(a, b, c);
+}
+__device__ __forceinline__ float exponential(float x) {
+  return expf(x);
+}
+__device__ __forceinline__ double exponential(double x) {
+  return exp(x);
+}
+
+// kCount neighbours in memory that travel in one load or store.
+template <typename T, int kCount>
+struct alignas(sizeof(T) * kCount) Pack {
+  T at[kCount];
+};
+
+constexpr int largest_pack(int count, int bytes_each) {
+  int pack = 1;
+  while (count % (2 * pack) == 0 && 2 * pack * bytes_each <= 16) pack *= 2;
+  return pack;
+}
+
+// Address of element (a, b, c, d) of an operand.
+template <typename T, typename Index>
+__device__ __forceinline__ T* element_of(const View<Index>& view, Index a, Index b, Index c,
+                                         Index d) {
+  const int64_t offset =
+      static_cast<int64_t>(a) * view.stride[0] + static_cast<int64_t>(b) * view.stride[1] +
+      static_cast<int64_t>(c) * view.stride[2] + static_cast<int64_t>(d) * view.stride[3];
+  return static_cast<T*>(view.data) + offset;
+}
+
+// ======================================= SIMT kernel ==========================================
+//
+// Exact for every size, dtype and stride; the fast one where time is short or heads are few.
+//
+// A lane owns kRows rows x kColumns columns of a state and kSteps consecutive steps of time. The 32
+// lanes of a warp are kRowGroups (fastest) x kColumnGroups x kTimeGroups; the warps of a block lie
+// along time. So one sweep of a block covers warps * kTimeGroups * kSteps steps of one (batch,
+// head) and kColumnGroups * kColumns of its columns:
+//
+//   A  load: each lane its own rows of k and q and its own columns of v and gate, straight to
+//   registers B  chunk: end state of the lane's steps from a zero start, and their product of gates
+//   C  scan: (gates, state) pairs compose as (g2, S2) o (g1, S1) = (g2 g1, g2 S1 + S2); first over
+//   the warp's time groups
+//      by shuffles, then over the warps through shared memory behind one barrier
+//   D  replay: the recurrence itself from the right state, dotted with q
+//   E  output: sum over row groups, scale, store
+//
+// With one warp and one time group a sweep starts where the last one ended and B and C fall away.
+
+template <typename Element_, typename Accum_, int kRowGroups_, int kRows_, int kTimeGroups_,
+          int kColumns_, int kSteps_, int kMaxWarps_, bool kPacked_>
+struct SimtTraits {
+  using Element = Element_;
+  using Accum = Accum_;
+  static constexpr int kRowGroups = kRowGroups_;
+  static constexpr int kRows = kRows_;
+  static constexpr int kTimeGroups = kTimeGroups_;
+  static constexpr int kColumnGroups = 32 / (kRowGroups * kTimeGroups);
+  static constexpr int kColumns = kColumns_;
+  static constexpr int kSteps = kSteps_;
+  static constexpr int kMaxWarps = kMaxWarps_;
+  // Packed: K is a multiple of a row pack, V of a tile's columns, every operand moves in packs,
+  // indices fit 32 bits.
+  static constexpr bool kPacked = kPacked_;
+  using Index = std::conditional_t<kPacked, int32_t, int64_t>;
+  static constexpr int kTileColumns = kColumnGroups * kColumns;
+  static constexpr int kTileRows = kRowGroups * kRows;
+  static constexpr int kRowPack = largest_pack(kRows, sizeof(Element));
+  static constexpr int kColumnPack = largest_pack(kColumns, sizeof(Accum) > 4 ? 8 : 4);
+  static constexpr int kStateWords =
+      kRows * kColumns + kColumns;  // a lane's state and its product of gates
+  static constexpr int kStatePack = largest_pack(kStateWords, sizeof(Accum));
+  static constexpr int kStateLanes = kRowGroups * kColumnGroups;
+  static constexpr int kOutputs =
+      kSteps * kColumns / kRowGroups;  // outputs that a lane stores per sweep
+  static constexpr int kOutputPack = kOutputs < kColumns ? kOutputs : kColumns;
+  static_assert(kRowGroups * kTimeGroups * kColumnGroups == 32, "lanes fill a warp");
+  static_assert(kOutputs * kRowGroups == kSteps * kColumns,
+                "every lane stores the same number of outputs");
+  static_assert(kColumnPack == kColumns, "a lane's columns travel in one load");
+};
+
+// How a launch of the general kernel treats a slice of K.
+struct Slice {
+  bool accumulate = false;  // add to p.partial what earlier slices left there
+  bool last = true;         // write y, else p.partial
+};
+
+// Row i of a lane. Packs of neighbouring rows are dealt to the row groups in turn, so that a warp's
+// loads are coalesced.
+template <class Traits>
+__device__ __forceinline__ int row_of(int row_group, int i) {
+  return (i / Traits::kRowPack * Traits::kRowGroups + row_group) * Traits::kRowPack +
+         i % Traits::kRowPack;
+}
+
+// Everything that a lane reads for one sweep.
+template <class Traits>
+struct SimtTile {
+  using Element = typename Traits::Element;
+  using Accum = typename Traits::Accum;
+  using Index = typename Traits::Index;
+  using RowPack = Pack<Element, Traits::kRowPack>;
+  static constexpr int kSteps = Traits::kSteps;
+  static constexpr int kRows = Traits::kRows;
+  static constexpr int kColumns = Traits::kColumns;
+  static constexpr int kRowPack = Traits::kRowPack;
+
+  RowPack k_packs[kSteps][kRows / kRowPack];
+  RowPack q_packs[kSteps][kRows / kRowPack];
+  Pack<Element, kColumns> values[kSteps];
+  Accum gate[kSteps][kColumns];
+
+  __device__ __forceinline__ Accum k(int c, int i) const {
+    return to_accum(k_packs[c][i / kRowPack].at[i % kRowPack]);
+  }
+  __device__ __forceinline__ Accum q(int c, int i) const {
+    return to_accum(q_packs[c][i / kRowPack].at[i % kRowPack]);
+  }
+  __device__ __forceinline__ Accum v(int c, int m) const { return to_accum(values[c].at[m]); }
+
+  // Stage A. What lies outside the problem reads as zero, and the gate of steps past the end as
+  // one, so that they leave a state as it is. kWhole: all kSteps steps exist.
+  template <bool kWhole>
+  __device__ __forceinline__ void load(const Arguments<Index>& p, Index batch, Index head,
+                                       Index start, Index column, int row_group, int steps,
+                                       int columns) {
+    const int rows = static_cast<int>(p.K);
+    const Index zero = 0;
+    load_rows<kWhole>(k_packs, element_of<const Element>(p.k, batch, start, head, zero), p.k,
+                      row_group, steps, rows);
+    load_columns<kWhole>(values, element_of<const Element>(p.v, batch, start, head, column), p.v,
+                         steps, columns);
+    if (sizeof(Element) >= 4 || p.gate_dtype == p.dtype) {
+      load_gate<kWhole>(element_of<const Element>(p.gate, batch, start, head, column), p.gate,
+                        steps, columns);
+    } else {
+      load_gate<kWhole>(element_of<const float>(p.gate, batch, start, head, column), p.gate, steps,
+                        columns);
+    }
+    load_rows<kWhole>(q_packs, element_of<const Element>(p.q, batch, start, head, zero), p.q,
+                      row_group, steps, rows);
+  }
+
+  template <bool kWhole>
+  static __device__ __forceinline__ void load_rows(RowPack (&packs)[kSteps][kRows / kRowPack],
+                                                   const Element* first, const View<Index>& view,
+                                                   int row_group, int steps, int rows) {
+#pragma unroll
+    for (int c = 0; c < kSteps; ++c) {
+      const Element* step = first + static_cast<int64_t>(c) * view.stride[1];
+#pragma unroll
+      for (int j = 0; j < kRows / kRowPack; ++j) {
+        const int row = row_of<Traits>(row_group, j * kRowPack);
+        packs[c][j] = RowPack{};
+        if constexpr (Traits::kPacked) {
+          if ((kWhole || c < steps) && row < rows)
+            packs[c][j] = *reinterpret_cast<const RowPack*>(step + row);
+        } else {
+#pragma unroll
+          for (int e = 0; e < kRowPack; ++e) {
+            if (c < steps && row + e < rows) packs[c][j].at[e] = step[(row + e) * view.stride[3]];
+          }
+        }
+      }
+    }
+  }
+
+  template <bool kWhole, typename Source>
+  static __device__ __forceinline__ void load_columns(Pack<Source, kColumns> (&packs)[kSteps],
+                                                      const Source* first, const View<Index>& view,
+                                                      int steps, int columns) {
+#pragma unroll
+    for (int c = 0; c < kSteps; ++c) {
+      const Source* step = first + static_cast<int64_t>(c) * view.stride[1];
+      if constexpr (!kWhole || !Traits::kPacked) packs[c] = Pack<Source, kColumns>{};
+      if constexpr (Traits::kPacked) {
+        if (kWhole || c < steps) packs[c] = *reinterpret_cast<const Pack<Source, kColumns>*>(step);
+      } else {
+#pragma unroll
+        for (int m = 0; m < kColumns; ++m) {
+          if (c < steps && m < columns) packs[c].at[m] = step[m * view.stride[3]];
+        }
+      }
+    }
+  }
+
+  template <bool kWhole, typename Source>
+  __device__ __forceinline__ void load_gate(const Source* first, const View<Index>& view, int steps,
+                                            int columns) {
+    Pack<Source, kColumns> packs[kSteps];
+    load_columns<kWhole>(packs, first, view, steps, columns);
+#pragma unroll
+    for (int c = 0; c < kSteps; ++c) {
+#pragma unroll
+      for (int m = 0; m < kColumns; ++m) gate[c][m] = to_accum(packs[c].at[m]);
+    }
+  }
+
+  // Gates become plain numbers; those of steps past the end become one.
+  __device__ __forceinline__ void finish_gate(bool log_gate, int steps) {
+    if (log_gate) {
+#pragma unroll
+      for (int c = 0; c < kSteps; ++c) {
+#pragma unroll
+        for (int m = 0; m < kColumns; ++m) gate[c][m] = exponential(gate[c][m]);
+      }
+    }
+    if (steps < kSteps) {
+#pragma unroll
+      for (int c = 0; c < kSteps; ++c) {
+#pragma unroll
+        for (int m = 0; m < kColumns; ++m) gate[c][m] = c < steps ? gate[c][m] : 1;
+      }
+    }
+  }
+};
+
+// What a stretch of time does to a lane's part of a state: S -> decay * S + state.
+template <class Traits>
+struct Stretch {
+  using Accum = typename Traits::Accum;
+  Accum decay[Traits::kColumns];
+  Accum state[Traits::kRows][Traits::kColumns];
+
+  // This stretch after an earlier state.
+  __device__ __forceinline__ void apply_to(
+      const Accum (&earlier)[Traits::kRows][Traits::kColumns]) {
+#pragma unroll
+    for (int i = 0; i < Traits::kRows; ++i) {
+#pragma unroll
+      for (int m = 0; m < Traits::kColumns; ++m)
+        state[i][m] = multiply_add(decay[m], earlier[i][m], state[i][m]);
+    }
+  }
+};
+
+// Stage E: sums over the row groups. Each exchange halves what a lane still holds: the lane of row
+// group r ends with values r * kOutputs ... of the flattened (step, column) list in y[0 ...
+// kOutputs).
+template <int kHeld, int kMask, typename Accum>
+__device__ __forceinline__ void reduce_rows(Accum* y, int row_group) {
+  if constexpr (kMask > 0) {
+    constexpr int kHalf = kHeld / 2;
+    const bool upper = row_group & kMask;
+#pragma unroll
+    for (int n = 0; n < kHalf; ++n) {
+      const Accum low = y[n];
+      const Accum high = y[n + kHalf];
+      const Accum received = __shfl_xor_sync(~0u, upper ? low : high, kMask);
+      y[n] = (upper ? high : low) + received;
+    }
+    reduce_rows<kHalf, kMask / 2>(y, row_group);
+  }
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kMaxWarps * 32)
+    simt_forward(const __grid_constant__ Arguments<typename Traits::Index> p,
+                 const __grid_constant__ Slice slice) {
+  using Element = typename Traits::Element;
+  using Accum = typename Traits::Accum;
+  using Index = typename Traits::Index;
+  using StatePack = Pack<Accum, Traits::kStatePack>;
+  constexpr int kRows = Traits::kRows;
+  constexpr int kColumns = Traits::kColumns;
+  constexpr int kSteps = Traits::kSteps;
+  constexpr int kStateLanes = Traits::kStateLanes;
+  constexpr int kStatePacks = Traits::kStateWords / Traits::kStatePack;
+  extern __shared__ __align__(16) unsigned char shared_memory[];
+
+  // ---- Who owns what.
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const int warps = blockDim.x / 32;
+  const int row_group = lane % Traits::kRowGroups;
+  const int column_group = lane / Traits::kRowGroups % Traits::kColumnGroups;
+  const int time_group = lane / kStateLanes;
+  const int state_lane = lane % kStateLanes;
+  const Index head = blockIdx.x;
+  const Index batch = blockIdx.y;
+  const Index column =
+      static_cast<Index>(blockIdx.z) * Traits::kTileColumns + column_group * kColumns;
+  const int columns = Traits::kPacked
+                          ? kColumns
+                          : static_cast<int>(min(max(p.V - column, Index{0}), Index{kColumns}));
+  const bool time_parallel = Traits::kTimeGroups > 1 || warps > 1;
+  const int sweep_steps = warps * Traits::kTimeGroups * kSteps;
+  // Does the state have row i and column m of this lane?
+  const auto owns = [&](int i, int m) { return row_of<Traits>(row_group, i) < p.K && m < columns; };
+
+  // ---- The state before the sweep.
+  Accum carry[kRows][kColumns];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int m = 0; m < kColumns; ++m) carry[i][m] = 0;
+  }
+
+  Stretch<Traits> stretch;
+  StatePack* published = reinterpret_cast<StatePack*>(shared_memory);
+  for (Index sweep_start = 0; sweep_start < p.T; sweep_start += sweep_steps) {
+    // ---- A: load.
+    SimtTile<Traits> tile;
+    const Index start = sweep_start + (warp * Traits::kTimeGroups + time_group) * kSteps;
+    const int steps = static_cast<int>(min(max(p.T - start, Index{0}), Index{kSteps}));
+    if (Traits::kPacked && steps == kSteps) {
+      tile.template load<true>(p, batch, head, start, column, row_group, steps, columns);
+    } else {
+      tile.template load<false>(p, batch, head, start, column, row_group, steps, columns);
+    }
+    if (sweep_start == 0 && p.initial_state.data != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const Index row = row_of<Traits>(row_group, i);
+#pragma unroll
+        for (int m = 0; m < kColumns; ++m) {
+          if (owns(i, m))
+            carry[i][m] =
+                *element_of<const Accum>(p.initial_state, batch, head, row, Index(column + m));
+        }
+      }
+    }
+    tile.finish_gate(p.log_gate, steps);
+
+    if (time_parallel) {
+      // ---- B: the lane's own stretch. A value enters at step c and decays through the later ones.
+#pragma unroll
+      for (int m = 0; m < kColumns; ++m) {
+        stretch.decay[m] = 1;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) stretch.state[i][m] = 0;
+#pragma unroll
+        for (int c = kSteps - 1; c >= 0; --c) {
+          const Accum value = tile.v(c, m) * stretch.decay[m];
+          stretch.decay[m] *= tile.gate[c][m];
+#pragma unroll
+          for (int i = 0; i < kRows; ++i)
+            stretch.state[i][m] = multiply_add(tile.k(c, i), value, stretch.state[i][m]);
+        }
+      }
+
+      // ---- C: scan over the warp's time groups, after which a lane's stretch reaches from the
+      // warp's first step to its own last.
+#pragma unroll
+      for (int distance = 1; distance < Traits::kTimeGroups; distance *= 2) {
+        const bool has_earlier = time_group >= distance;
+#pragma unroll
+        for (int m = 0; m < kColumns; ++m) {
+#pragma unroll
+          for (int i = 0; i < kRows; ++i) {
+            const Accum earlier = __shfl_up_sync(~0u, stretch.state[i][m], distance * kStateLanes);
+            if (has_earlier)
+              stretch.state[i][m] = multiply_add(stretch.decay[m], earlier, stretch.state[i][m]);
+          }
+          const Accum earlier = __shfl_up_sync(~0u, stretch.decay[m], distance * kStateLanes);
+          if (has_earlier) stretch.decay[m] *= earlier;
+        }
+      }
+
+      // The warp's last group publishes the warp's stretch.
+      if (time_group == Traits::kTimeGroups - 1) {
+#pragma unroll
+        for (int n = 0; n < kStatePacks; ++n) {
+          StatePack words;
+#pragma unroll
+          for (int e = 0; e < Traits::kStatePack; ++e) {
+            const int word = n * Traits::kStatePack + e;
+            words.at[e] =
+                word < kColumns
+                    ? stretch.decay[word % kColumns]
+                    : stretch.state[(word / kColumns + kRows - 1) % kRows][word % kColumns];
+          }
+          published[(warp * kStatePacks + n) * kStateLanes + state_lane] = words;
+        }
+      }
+      // From the warp's first step to just before the lane's own: the scan, one group down.
+#pragma unroll
+      for (int m = 0; m < kColumns; ++m) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          const Accum earlier = Traits::kTimeGroups == 1
+                                    ? 0
+                                    : __shfl_up_sync(~0u, stretch.state[i][m], kStateLanes % 32);
+          stretch.state[i][m] = time_group == 0 ? 0 : earlier;
+        }
+        const Accum earlier =
+            Traits::kTimeGroups == 1 ? 1 : __shfl_up_sync(~0u, stretch.decay[m], kStateLanes % 32);
+        stretch.decay[m] = time_group == 0 ? 1 : earlier;
+      }
+      __syncthreads();
+
+      // Fold the warps before this one into the carry; if another sweep follows, afterwards the
+      // others too. The next sweep publishes in the other half of shared memory, so this is the
+      // only barrier.
+      const auto fold = [&](int begin, int end) {
+#pragma unroll 1
+        for (int w = begin; w < end; ++w) {
+          Accum words[Traits::kStateWords];
+#pragma unroll
+          for (int n = 0; n < kStatePacks; ++n) {
+            const StatePack pack = published[(w * kStatePacks + n) * kStateLanes + state_lane];
+#pragma unroll
+            for (int e = 0; e < Traits::kStatePack; ++e)
+              words[n * Traits::kStatePack + e] = pack.at[e];
+          }
+#pragma unroll
+          for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+            for (int m = 0; m < kColumns; ++m) {
+              carry[i][m] = multiply_add(words[m], carry[i][m], words[(i + 1) * kColumns + m]);
+            }
+          }
+        }
+      };
+      fold(0, warp);
+      stretch.apply_to(carry);
+      if (sweep_start + sweep_steps < p.T) fold(warp, warps);
+      const int half = warps * kStatePacks * kStateLanes;
+      published += published == reinterpret_cast<StatePack*>(shared_memory) ? half : -half;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+        for (int m = 0; m < kColumns; ++m) stretch.state[i][m] = carry[i][m];
+      }
+    }
+
+    // ---- D: the recurrence, from the state before the lane's first step.
+    Accum y[kSteps * kColumns];
+#pragma unroll
+    for (int c = 0; c < kSteps; ++c) {
+#pragma unroll
+      for (int m = 0; m < kColumns; ++m) {
+        Accum sum = 0;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          stretch.state[i][m] =
+              multiply_add(tile.gate[c][m], stretch.state[i][m], tile.k(c, i) * tile.v(c, m));
+          sum = multiply_add(tile.q(c, i), stretch.state[i][m], sum);
+        }
+        y[c * kColumns + m] = sum;
+      }
+    }
+    if (!time_parallel) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+        for (int m = 0; m < kColumns; ++m) carry[i][m] = stretch.state[i][m];
+      }
+    }
+
+    // ---- E: output.
+    reduce_rows<kSteps * kColumns, Traits::kRowGroups / 2>(y, row_group);
+#pragma unroll
+    for (int n = 0; n < Traits::kOutputs; n += Traits::kOutputPack) {
+      const int flat = row_group * Traits::kOutputs + n;
+      const int c = flat / kColumns;
+      const int m = flat % kColumns;
+      Element* out = element_of<Element>(p.y, batch, Index(start + c), head, Index(column + m));
+      if constexpr (Traits::kPacked) {
+        Pack<Element, Traits::kOutputPack> pack;
+#pragma unroll
+        for (int e = 0; e < Traits::kOutputPack; ++e)
+          pack.at[e] = from_accum<Element>(y[n + e] * static_cast<Accum>(p.scale));
+        if (c < steps) *reinterpret_cast<Pack<Element, Traits::kOutputPack>*>(out) = pack;
+      } else {
+#pragma unroll
+        for (int e = 0; e < Traits::kOutputPack; ++e) {
+          if (c >= steps || m + e >= columns) continue;
+          Accum total = y[n + e] * static_cast<Accum>(p.scale);
+          Accum* partial =
+              element_of<Accum>(p.partial, batch, Index(start + c), head, Index(column + m + e));
+          if (slice.accumulate) total += *partial;
+          if (slice.last) {
+            out[e] = from_accum<Element>(total);
+          } else {
+            *partial = total;
+          }
+        }
+      }
+    }
+  }
+
+  // ---- The lanes that walked the last steps hold the final state.
+  if (p.final_state.data != nullptr && warp == warps - 1 && time_group == Traits::kTimeGroups - 1) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const Index row = row_of<Traits>(row_group, i);
+#pragma unroll
+      for (int m = 0; m < kColumns; ++m) {
+        if (owns(i, m))
+          *element_of<Accum>(p.final_state, batch, head, row, Index(column + m)) =
+              stretch.state[i][m];
+      }
+    }
+  }
+}
+
+// ====================================== Launching =============================================
+
+constexpr int64_t kMaxGridX = INT32_MAX;
+constexpr int64_t kMaxGridYZ = 65535;
+
+int size_of(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kFloat64:
+      return 8;
+    case Dtype::kFloat32:
+      return 4;
+    default:
+      return 2;
+  }
+}
+
+// The operand without its first (a, b, c, d) elements.
+View<int64_t> skip(View<int64_t> view, int element_size, int64_t a, int64_t b, int64_t c,
+                   int64_t d) {
+  const int64_t elements =
+      a * view.stride[0] + b * view.stride[1] + c * view.stride[2] + d * view.stride[3];
+  if (view.data != nullptr) view.data = static_cast<char*>(view.data) + elements * element_size;
+  return view;
+}
+
+// The part of a problem that starts at the given batch, head and column.
+Params skip(Params p, int64_t batch, int64_t head, int64_t column) {
+  const int element = size_of(p.dtype);
+  const int accum = p.dtype == Dtype::kFloat64 ? 8 : 4;
+  p.q = skip(p.q, element, batch, 0, head, 0);
+  p.k = skip(p.k, element, batch, 0, head, 0);
+  p.v = skip(p.v, element, batch, 0, head, column);
+  p.gate = skip(p.gate, size_of(p.gate_dtype), batch, 0, head, column);
+  p.y = skip(p.y, element, batch, 0, head, column);
+  p.partial = skip(p.partial, accum, batch, 0, head, column);
+  p.initial_state = skip(p.initial_state, accum, batch, head, 0, column);
+  p.final_state = skip(p.final_state, accum, batch, head, 0, column);
+  p.B -= batch;
+  p.H -= head;
+  p.V -= column;
+  return p;
+}
+
+// The part of a problem that has `rows` rows of the state from `row` on.
+Params slice_rows(Params p, int64_t row, int64_t rows) {
+  const int element = size_of(p.dtype);
+  const int accum = p.dtype == Dtype::kFloat64 ? 8 : 4;
+  p.q = skip(p.q, element, 0, 0, 0, row);
+  p.k = skip(p.k, element, 0, 0, 0, row);
+  p.initial_state = skip(p.initial_state, accum, 0, 0, row, 0);
+  p.final_state = skip(p.final_state, accum, 0, 0, row, 0);
+  p.K = rows;
+  return p;
+}
+
+template <typename Index>
+View<Index> convert(const View<int64_t>& from) {
+  View<Index> to;
+  to.data = from.data;
+  for (int axis = 0; axis < 4; ++axis) to.stride[axis] = static_cast<Index>(from.stride[axis]);
+  return to;
+}
+
+template <typename Index>
+Arguments<Index> convert(const Params& from) {
+  Arguments<Index> to;
+  to.q = convert<Index>(from.q);
+  to.k = convert<Index>(from.k);
+  to.v = convert<Index>(from.v);
+  to.gate = convert<Index>(from.gate);
+  to.y = convert<Index>(from.y);
+  to.B = static_cast<Index>(from.B);
+  to.T = static_cast<Index>(from.T);
+  to.H = static_cast<Index>(from.H);
+  to.K = static_cast<Index>(from.K);
+  to.V = static_cast<Index>(from.V);
+  to.dtype = from.dtype;
+  to.gate_dtype = from.gate_dtype;
+  to.log_gate = from.log_gate;
+  to.scale = from.scale;
+  to.initial_state = convert<Index>(from.initial_state);
+  to.final_state = convert<Index>(from.final_state);
+  to.partial = convert<Index>(from.partial);
+  return to;
+}
+
+// May a packed kernel read or write the operand: whole aligned packs along the last axis, strides
+// that fit 32 bits?
+bool moves_in_packs(const View<int64_t>& view, const Params& p, int64_t channels, int pack,
+                    int element_size) {
+  const int64_t sizes[3] = {p.B, p.T, p.H};
+  bool fits = reinterpret_cast<uintptr_t>(view.data) % (pack * element_size) == 0;
+  fits = fits && channels % pack == 0 && view.stride[3] == 1;
+  for (int axis = 0; axis < 3; ++axis) {
+    fits = fits &&
+           (sizes[axis] == 1 || (view.stride[axis] % pack == 0 && view.stride[axis] <= INT32_MAX));
+  }
+  return fits;
+}
+
+bool fits_index(const View<int64_t>& view) {
+  return view.stride[0] <= INT32_MAX && view.stride[1] <= INT32_MAX &&
+         view.stride[2] <= INT32_MAX && view.stride[3] <= INT32_MAX;
+}
+
+template <class Traits>
+bool takes(const Params& p) {
+  if constexpr (!Traits::kPacked) {
+    return true;
+  } else {
+    constexpr int kElement = sizeof(typename Traits::Element);
+    return p.K <= Traits::kTileRows && p.V % Traits::kTileColumns == 0 && p.T < INT32_MAX - 65536 &&
+           p.V <= INT32_MAX && moves_in_packs(p.q, p, p.K, Traits::kRowPack, kElement) &&
+           moves_in_packs(p.k, p, p.K, Traits::kRowPack, kElement) &&
+           moves_in_packs(p.v, p, p.V, Traits::kColumns, kElement) &&
+           moves_in_packs(p.gate, p, p.V, Traits::kColumns, size_of(p.gate_dtype)) &&
+           moves_in_packs(p.y, p, p.V, Traits::kOutputPack, kElement) &&
+           fits_index(p.initial_state) && fits_index(p.final_state);
+  }
+}
+
+template <class Traits>
+cudaError_t launch_simt(const Params& p, Slice slice, int64_t max_warps, cudaStream_t stream) {
+  const int64_t tiles = (p.V + Traits::kTileColumns - 1) / Traits::kTileColumns;
+  const int64_t blocks = p.B * p.H * tiles;
+  int warps = 1;
+  while (2 * warps <= Traits::kMaxWarps && warps * Traits::kTimeGroups * Traits::kSteps < p.T &&
+         2 * warps * blocks <= max_warps) {
+    warps *= 2;
+  }
+  const int shared =
+      2 * warps * Traits::kStateWords * Traits::kStateLanes * sizeof(typename Traits::Accum);
+  // Once, unless a problem is larger than a grid can be.
+  for (int64_t batch = 0; batch < p.B; batch += kMaxGridYZ) {
+    for (int64_t head = 0; head < p.H; head += kMaxGridX) {
+      for (int64_t tile = 0; tile < tiles; tile += kMaxGridYZ) {
+        const Params rest = skip(p, batch, head, tile * Traits::kTileColumns);
+        const dim3 grid(std::min(rest.H, kMaxGridX), std::min(rest.B, kMaxGridYZ),
+                        std::min(tiles - tile, kMaxGridYZ));
+        simt_forward<Traits>
+            <<<grid, warps * 32, shared, stream>>>(convert<typename Traits::Index>(rest), slice);
+        const cudaError_t error = cudaGetLastError();
+        if (error != cudaSuccess) return error;
+      }
+    }
+  }
+  return cudaSuccess;
+}
+
+// Narrow tiles cut a head's columns over many blocks and read q and k again in each; wide tiles
+// read them less often.
+template <class Narrow, class Wide, class General>
+cudaError_t launch_tile(const Params& p, Slice slice, int64_t processors, cudaStream_t stream) {
+  const bool few_columns = p.B * p.H * p.V <= 32 * processors;
+  if (few_columns && takes<Narrow>(p))
+    return launch_simt<Narrow>(p, slice, 16 * processors, stream);
+  if (takes<Wide>(p)) return launch_simt<Wide>(p, slice, 8 * processors, stream);
+  return launch_simt<General>(p, slice, 8 * processors, stream);
+}
+
+template <typename Element>
+struct FloatTraits {
+  template <int kRowGroups, int kRows, int kTimeGroups, int kColumns, int kSteps, int kMaxWarps,
+            bool kPacked = true>
+  using Tile = SimtTraits<Element, float, kRowGroups, kRows, kTimeGroups, kColumns, kSteps,
+                          kMaxWarps, kPacked>;
+  using General32 = Tile<8, 4, 1, 4, 4, 8, false>;
+  using General128 = Tile<16, 8, 1, 4, 4, 4, false>;
+
+  static cudaError_t launch(const Params& p, Slice slice, int64_t processors, cudaStream_t stream) {
+    const bool sliced = slice.accumulate || !slice.last;
+    if (sliced || p.K > 64) {
+      if (sliced) return launch_simt<General128>(p, slice, 8 * processors, stream);
+      return launch_tile<Tile<16, 8, 2, 4, 4, 8>, Tile<16, 8, 1, 4, 4, 4>, General128>(
+          p, slice, processors, stream);
+    }
+    if (p.K > 32)
+      return launch_tile<Tile<16, 4, 2, 2, 8, 8>, Tile<8, 8, 1, 4, 4, 4>, General128>(
+          p, slice, processors, stream);
+    if (p.K > 24)
+      return launch_tile<Tile<8, 4, 2, 2, 8, 8>, Tile<8, 4, 1, 4, 4, 8>, General32>(
+          p, slice, processors, stream);
+    if (p.K > 16)
+      return launch_tile<Tile<8, 3, 2, 2, 8, 8>, Tile<8, 4, 1, 4, 4, 8>, General32>(
+          p, slice, processors, stream);
+    return launch_tile<Tile<8, 2, 2, 2, 8, 8>, Tile<8, 2, 1, 4, 8, 8>, General32>(
+        p, slice, processors, stream);
+  }
+};
+
+struct DoubleTraits {
+  using General32 = SimtTraits<double, double, 8, 4, 1, 2, 4, 8, false>;
+  using General64 = SimtTraits<double, double, 16, 4, 1, 2, 8, 8, false>;
+
+  static cudaError_t launch(const Params& p, Slice slice, int64_t processors, cudaStream_t stream) {
+    if (p.K > 32) return launch_simt<General64>(p, slice, 8 * processors, stream);
+    return launch_simt<General32>(p, slice, 8 * processors, stream);
+  }
+};
+
+}  // namespace
+
+// Runs the forward operator on the current device. Nothing in `p` may be empty except K; T >= 1.
+cudaError_t launch_forward(const Params& p, cudaStream_t stream) {
+  int device = 0;
+  int processors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  const int64_t rows = max_rows(p.dtype);
+  for (int64_t row = 0; error == cudaSuccess && (row == 0 || row < p.K); row += rows) {
+    const Params part = slice_rows(p, row, std::min(rows, p.K - row));
+    const Slice slice{row > 0, row + rows >= p.K};
+    switch (p.dtype) {
+      case Dtype::kFloat32:
+        error = FloatTraits<float>::launch(part, slice, processors, stream);
+        break;
+      case Dtype::kFloat16:
+        error = FloatTraits<__half>::launch(part, slice, processors, stream);
+        break;
+      case Dtype::kBFloat16:
+        error = FloatTraits<__nv_bfloat16>::launch(part, slice, processors, stream);
+        break;
+      case Dtype::kFloat64:
+        error = DoubleTraits::launch(part, slice, processors, stream);
+        break;
+    }
+  }
+  return error;
+}
+
+}  // namespace gated_delta
+"""
+
+CPP_SOURCE = SHARED_SOURCE + r"""
+// ================================= The torch side, in C++ =====================================
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/Parallel.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/library.h>
+
+#ifdef GATED_DELTA_WITH_CUDA
+#include <ATen/cuda/EmptyTensor.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+#include <type_traits>
+#include <vector>
+
+namespace gated_delta {
+
+#ifdef GATED_DELTA_WITH_CUDA
+cudaError_t launch_forward(const Params& p, cudaStream_t stream);  // in CUDA_SOURCE
+#endif
+
+namespace {
+
+using at::Tensor;
+
+// ======================================== Arguments ===========================================
+
+struct Inputs {
+  const Tensor& q;
+  const Tensor& k;
+  const Tensor& v;
+  const Tensor& gate;
+  const std::optional<Tensor>& initial_state;
+  double scale;
+  bool output_final_state;
+  bool log_gate;
+};
+
+Dtype dtype_of(const Tensor& tensor, const char* name) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return Dtype::kFloat32;
+    case at::kDouble:
+      return Dtype::kFloat64;
+    case at::kHalf:
+      return Dtype::kFloat16;
+    case at::kBFloat16:
+      return Dtype::kBFloat16;
+    default:
+      TORCH_CHECK_TYPE(false, "gated_delta: `", name,
+                       "` must be float32, float64, float16 or bfloat16, got ",
+                       tensor.scalar_type());
+  }
+}
+
+at::ScalarType state_type(const Tensor& q) {
+  return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+void check_device(const Tensor& tensor, const char* name, const Tensor& q) {
+  TORCH_CHECK_VALUE(tensor.device() == q.device(), "gated_delta: `", name,
+                    "` must be on q's device ", q.device(), ", got ", tensor.device());
+}
+
+void check_like_q(const Tensor& tensor, const char* name, const Tensor& q) {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == q.scalar_type(), "gated_delta: `", name,
+                   "` must have q's dtype ", q.scalar_type(), ", got ", tensor.scalar_type());
+  check_device(tensor, name, q);
+}
+
+// Checks everything; describes the problem but for the outputs.
+Params describe(const Inputs& in) {
+  const Tensor& q = in.q;
+  Params p;
+  p.dtype = dtype_of(q, "q");
+  TORCH_CHECK_VALUE(q.dim() == 4,
+                    "gated_delta: `q` must have the 4 dimensions (B, T, H, K), got shape ",
+                    q.sizes());
+  dtype_of(in.k, "k");
+  dtype_of(in.v, "v");
+  p.gate_dtype = dtype_of(in.gate, "gate");
+  check_like_q(in.k, "k", q);
+  check_like_q(in.v, "v", q);
+  const bool half = p.dtype == Dtype::kFloat16 || p.dtype == Dtype::kBFloat16;
+  TORCH_CHECK_TYPE(p.gate_dtype == p.dtype || (half && p.gate_dtype == Dtype::kFloat32),
+                   "gated_delta: `gate` must have q's dtype ", q.scalar_type(),
+                   half ? " or be Float" : "", ", got ", in.gate.scalar_type());
+  check_device(in.gate, "gate", q);
+  p.B = q.size(0);
+  p.T = q.size(1);
+  p.H = q.size(2);
+  p.K = q.size(3);
+  TORCH_CHECK_VALUE(in.k.sizes() == q.sizes(),
+                    "gated_delta: `k` must have q's shape (B, T, H, K) = ", q.sizes(), ", got ",
+                    in.k.sizes());
+  TORCH_CHECK_VALUE(in.v.dim() == 4 && in.v.sizes().slice(0, 3) == q.sizes().slice(0, 3),
+                    "gated_delta: `v` must have the 4 dimensions (B, T, H, V) = [", p.B, ", ", p.T,
+                    ", ", p.H, ", V], got ", in.v.sizes());
+  p.V = in.v.size(3);
+  bool broadcasts = in.gate.dim() == 4;
+  for (int64_t axis = 0; broadcasts && axis < 4; ++axis) {
+    broadcasts = in.gate.size(axis) == 1 || in.gate.size(axis) == in.v.size(axis);
+  }
+  TORCH_CHECK_VALUE(broadcasts,
+                    "gated_delta: `gate` must have 4 dimensions that broadcast to (B, T, H, V) = ",
+                    in.v.sizes(), ", got ", in.gate.sizes());
+  if (in.initial_state) {
+    const Tensor& state = *in.initial_state;
+    dtype_of(state, "initial_state");
+    TORCH_CHECK_TYPE(state.scalar_type() == state_type(q), "gated_delta: `initial_state` must be ",
+                     state_type(q), " beside ", q.scalar_type(), " inputs, got ",
+                     state.scalar_type());
+    check_device(state, "initial_state", q);
+    const int64_t shape[4] = {p.B, p.H, p.K, p.V};
+    TORCH_CHECK_VALUE(state.sizes() == at::IntArrayRef(shape),
+                      "gated_delta: `initial_state` must have shape (B, H, K, V) = ",
+                      at::IntArrayRef(shape), ", got ", state.sizes());
+  }
+
+  const auto view = [](const Tensor& tensor) {
+    View<int64_t> result;
+    result.data = const_cast<void*>(tensor.const_data_ptr());
+    for (int64_t axis = 0; axis < 4; ++axis) result.stride[axis] = tensor.stride(axis);
+    return result;
+  };
+  p.q = view(q);
+  p.k = view(in.k);
+  p.v = view(in.v);
+  p.gate = view(in.gate);
+  for (int64_t axis = 0; axis < 4; ++axis) {
+    if (in.gate.size(axis) == 1) p.gate.stride[axis] = 0;
+  }
+  if (in.initial_state) p.initial_state = view(*in.initial_state);
+  p.scale = in.scale;
+  p.log_gate = in.log_gate;
+  return p;
+}
+
+View<int64_t> contiguous_view(void* data, int64_t b, int64_t c, int64_t d) {
+  View<int64_t> result;
+  result.data = data;
+  result.stride[0] = b * c * d;
+  result.stride[1] = c * d;
+  result.stride[2] = d;
+  result.stride[3] = 1;
+  return result;
+}
+
+// ======================================== CPU kernel ==========================================
+//
+// A work item is one (batch, head) and a tile of its columns, as wide as one vector. It walks over
+// chunks of time: the chunk's operands are gathered into plain buffers of the state's type,
+// whatever their dtype and strides, and `advance` runs the recurrence on them, four steps for every
+// load and store of the state.
+
+constexpr int64_t kChunkSteps = 32;
+constexpr int64_t kUnrolledSteps = 4;
+constexpr int64_t kVectorBytes = 64;
+
+// Rows whose products are summed before they join the sum over all rows: the error of a sum grows
+// with its length.
+constexpr int64_t kSummedRows = 16;
+
+template <typename Accum>
+struct Chunk {
+  static constexpr int64_t kColumns = kVectorBytes / sizeof(Accum);
+  using Column __attribute__((vector_size(kVectorBytes), aligned(alignof(Accum)), may_alias)) =
+      Accum;
+
+  int64_t rows = 0;
+  int64_t steps = 0;         // a multiple of kUnrolledSteps
+  const Accum* q = nullptr;  // (steps, rows), a step every q_stride
+  const Accum* k = nullptr;  // (steps, rows), a step every k_stride
+  int64_t q_stride = 0;
+  int64_t k_stride = 0;
+  const Accum* v = nullptr;  // (steps, kColumns)
+  const Accum* gate = nullptr;
+  Accum* y = nullptr;
+  Accum* state = nullptr;  // (rows, kColumns)
+};
+
+// Works on copies of the chunk's fields: a store to the state could change the fields for all that
+// the compiler knows.
+template <typename Accum>
+inline __attribute__((always_inline)) void advance_steps(const Chunk<Accum>& chunk) {
+  using Column = typename Chunk<Accum>::Column;
+  const int64_t rows = chunk.rows;
+  Column* const state = reinterpret_cast<Column*>(chunk.state);
+  for (int64_t t = 0; t < chunk.steps; t += kUnrolledSteps) {
+    const Accum* q[kUnrolledSteps];
+    const Accum* k[kUnrolledSteps];
+    Column v[kUnrolledSteps];
+    Column gate[kUnrolledSteps];
+    Column y[kUnrolledSteps];
+#pragma GCC unroll 4
+    for (int64_t n = 0; n < kUnrolledSteps; ++n) {
+      q[n] = chunk.q + (t + n) * chunk.q_stride;
+      k[n] = chunk.k + (t + n) * chunk.k_stride;
+      v[n] = reinterpret_cast<const Column*>(chunk.v)[t + n];
+      gate[n] = reinterpret_cast<const Column*>(chunk.gate)[t + n];
+      y[n] = Column{};
+    }
+    for (int64_t block = 0; block < rows; block += kSummedRows) {
+      const int64_t block_end = block + kSummedRows < rows ? block + kSummedRows : rows;
+      Column sum[kUnrolledSteps] = {};
+      for (int64_t i = block; i < block_end; ++i) {
+        Column s = state[i];
+#pragma GCC unroll 4
+        for (int64_t n = 0; n < kUnrolledSteps; ++n) {
+          s = gate[n] * s + k[n][i] * v[n];
+          sum[n] += q[n][i] * s;
+        }
+        state[i] = s;
+      }
+#pragma GCC unroll 4
+      for (int64_t n = 0; n < kUnrolledSteps; ++n) y[n] += sum[n];
+    }
+#pragma GCC unroll 4
+    for (int64_t n = 0; n < kUnrolledSteps; ++n) reinterpret_cast<Column*>(chunk.y)[t + n] = y[n];
+  }
+}
+
+// One binary for every x86-64 machine: the widest vectors that the processor has.
+#if defined(__x86_64__)
+template <typename Accum>
+__attribute__((target("avx512f"))) void advance_avx512(const Chunk<Accum>& chunk) {
+  advance_steps(chunk);
+}
+
+template <typename Accum>
+__attribute__((target("avx2,fma"))) void advance_avx2(const Chunk<Accum>& chunk) {
+  advance_steps(chunk);
+}
+#endif
+
+template <typename Accum>
+void advance(const Chunk<Accum>& chunk) {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512f")) return advance_avx512(chunk);
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return advance_avx2(chunk);
+#endif
+  advance_steps(chunk);
+}
+
+template <typename T>
+T* element_of(const View<int64_t>& view, int64_t a, int64_t b, int64_t c, int64_t d) {
+  return static_cast<T*>(view.data) + a * view.stride[0] + b * view.stride[1] + c * view.stride[2] +
+         d * view.stride[3];
+}
+
+template <typename Element, typename Accum>
+void gather(const Element* from, int64_t stride, int64_t count, Accum* to) {
+  if (stride == 1) {
+    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<Accum>(from[i]);
+  } else {
+    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<Accum>(from[i * stride]);
+  }
+}
+
+// One thread's buffers, and its way through the work items.
+template <typename Element, typename Gate, typename Accum>
+class Walker {
+ public:
+  explicit Walker(const Params& p)
+      : p_(p), q_(kChunkSteps * p.K), k_(kChunkSteps * p.K), state_(p.K * kColumns) {}
+
+  void walk(int64_t batch, int64_t head, int64_t column) {
+    const int64_t columns = std::min(kColumns, p_.V - column);
+    Chunk<Accum> chunk;
+    chunk.rows = p_.K;
+    chunk.v = v_;
+    chunk.gate = gate_;
+    chunk.y = y_;
+    chunk.state = state_.data();
+    std::fill(state_.begin(), state_.end(), Accum{0});
+    for (int64_t i = 0; p_.initial_state.data != nullptr && i < p_.K; ++i) {
+      gather(element_of<const Accum>(p_.initial_state, batch, head, i, column),
+             p_.initial_state.stride[3], columns, &state_[i * kColumns]);
+    }
+    for (int64_t start = 0; start < p_.T; start += kChunkSteps) {
+      const int64_t steps = std::min(kChunkSteps, p_.T - start);
+      chunk.steps = (steps + kUnrolledSteps - 1) / kUnrolledSteps * kUnrolledSteps;
+      chunk.q = rows(p_.q, batch, start, head, steps, chunk.steps, q_, chunk.q_stride);
+      chunk.k = rows(p_.k, batch, start, head, steps, chunk.steps, k_, chunk.k_stride);
+      fill_columns(batch, start, head, column, steps, columns);
+      advance(chunk);
+      for (int64_t t = 0; t < steps; ++t) {
+        Element* y = element_of<Element>(p_.y, batch, start + t, head, column);
+        const Accum scale = static_cast<Accum>(p_.scale);
+        for (int64_t m = 0; m < columns; ++m) {
+          y[m] = static_cast<Element>(scale * y_[t * kColumns + m]);
+        }
+      }
+    }
+    for (int64_t i = 0; p_.final_state.data != nullptr && i < p_.K; ++i) {
+      Accum* final_state = element_of<Accum>(p_.final_state, batch, head, i, column);
+      std::copy_n(&state_[i * kColumns], columns, final_state);
+    }
+  }
+
+ private:
+  static constexpr int64_t kColumns = Chunk<Accum>::kColumns;
+
+  // The chunk's rows of q or k: where they are, if they can be used there, else a copy.
+  const Accum* rows(const View<int64_t>& view, int64_t batch, int64_t start, int64_t head,
+                    int64_t steps, int64_t padded_steps, std::vector<Accum>& buffer,
+                    int64_t& stride) const {
+    if constexpr (std::is_same_v<Element, Accum>) {
+      if (view.stride[3] == 1 && steps == padded_steps) {
+        stride = view.stride[1];
+        return element_of<const Accum>(view, batch, start, head, 0);
+      }
+    }
+    stride = p_.K;
+    std::fill(buffer.begin() + steps * p_.K, buffer.begin() + padded_steps * p_.K, Accum{0});
+    for (int64_t t = 0; t < steps; ++t) {
+      gather(element_of<const Element>(view, batch, start + t, head, 0), view.stride[3], p_.K,
+             buffer.data() + t * p_.K);
+    }
+    return buffer.data();
+  }
+
+  // The chunk's tile of v and gate. Where there is no step or column the value is 0 and the gate 1,
+  // which leaves a state as it is.
+  void fill_columns(int64_t batch, int64_t start, int64_t head, int64_t column, int64_t steps,
+                    int64_t columns) {
+    std::fill_n(v_, kChunkSteps * kColumns, Accum{0});
+    std::fill_n(gate_, kChunkSteps * kColumns, Accum{1});
+    for (int64_t t = 0; t < steps; ++t) {
+      gather(element_of<const Element>(p_.v, batch, start + t, head, column), p_.v.stride[3],
+             columns, v_ + t * kColumns);
+      Accum* gate = gate_ + t * kColumns;
+      gather(element_of<const Gate>(p_.gate, batch, start + t, head, column), p_.gate.stride[3],
+             columns, gate);
+      for (int64_t m = 0; p_.log_gate && m < columns; ++m) gate[m] = std::exp(gate[m]);
+    }
+  }
+
+  const Params& p_;
+  std::vector<Accum> q_;
+  std::vector<Accum> k_;
+  std::vector<Accum> state_;
+  Accum v_[kChunkSteps * kColumns];
+  Accum gate_[kChunkSteps * kColumns];
+  Accum y_[kChunkSteps * kColumns];
+};
+
+template <typename Element, typename Gate, typename Accum>
+void run_on_cpu(const Params& p) {
+  const int64_t tiles = (p.V + Chunk<Accum>::kColumns - 1) / Chunk<Accum>::kColumns;
+  const int64_t grain = std::max<int64_t>(1, 2048 / std::max<int64_t>(1, p.T * p.K));
+  at::parallel_for(0, p.B * p.H * tiles, grain, [&](int64_t begin, int64_t end) {
+    Walker<Element, Gate, Accum> walker(p);
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t head = item / tiles;
+      walker.walk(head / p.H, head % p.H, item % tiles * Chunk<Accum>::kColumns);
+    }
+  });
+}
+
+template <typename Element>
+void run_half_on_cpu(const Params& p) {
+  if (p.gate_dtype == Dtype::kFloat32) {
+    run_on_cpu<Element, float, float>(p);
+  } else {
+    run_on_cpu<Element, Element, float>(p);
+  }
+}
+
+void forward_on_cpu(const Params& p) {
+  switch (p.dtype) {
+    case Dtype::kFloat32:
+      return run_on_cpu<float, float, float>(p);
+    case Dtype::kFloat64:
+      return run_on_cpu<double, double, double>(p);
+    case Dtype::kFloat16:
+      return run_half_on_cpu<at::Half>(p);
+    case Dtype::kBFloat16:
+      return run_half_on_cpu<at::BFloat16>(p);
+  }
+}
+
+// ======================================== The operator ========================================
+
+// TORCH_EXTENSION_NAME is a macro; these expand it before it is pasted or quoted.
+#define GATED_DELTA_STRING_(text) #text
+#define GATED_DELTA_STRING(text) GATED_DELTA_STRING_(text)
+#define GATED_DELTA_LIBRARY(name, m) TORCH_LIBRARY(name, m)
+#define GATED_DELTA_LIBRARY_IMPL(name, key, m) TORCH_LIBRARY_IMPL(name, key, m)
+#define GATED_DELTA_INIT_(name) PyInit_##name
+#define GATED_DELTA_INIT(name) GATED_DELTA_INIT_(name)
+
+Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device) {
+#ifdef GATED_DELTA_WITH_CUDA
+  if (device.is_cuda()) return at::detail::empty_cuda(sizes, dtype, device, std::nullopt);
+#endif
+  return at::detail::empty_cpu(sizes, dtype);
+}
+
+// Returns y and the final state, which is an undefined tensor when it isn't asked for.
+std::pair<Tensor, Tensor> forward(const Inputs& in) {
+  Params p = describe(in);
+  const at::Device device = in.q.device();
+#ifdef GATED_DELTA_WITH_CUDA
+  c10::cuda::OptionalCUDAGuard guard;
+  if (device.is_cuda()) guard.set_device(device);
+#else
+  TORCH_CHECK(device.is_cpu(), "gated_delta: `q` is on ", device,
+              ", but this build has no CUDA kernels");
+#endif
+  const Tensor y = allocate({p.B, p.T, p.H, p.V}, in.q.scalar_type(), device);
+  p.y = contiguous_view(y.mutable_data_ptr(), p.T, p.H, p.V);
+  Tensor final_state;
+  if (in.output_final_state) {
+    final_state = allocate({p.B, p.H, p.K, p.V}, state_type(in.q), device);
+    p.final_state = contiguous_view(final_state.mutable_data_ptr(), p.H, p.K, p.V);
+  }
+  if (p.T == 0 && final_state.defined()) {
+    if (in.initial_state) {
+      final_state.copy_(*in.initial_state);
+    } else {
+      final_state.zero_();
+    }
+  }
+  if (y.numel() == 0) return {y, final_state};
+  if (device.is_cpu()) {
+    forward_on_cpu(p);
+  }
+#ifdef GATED_DELTA_WITH_CUDA
+  else {
+    Tensor partial;
+    if (p.K > max_rows(p.dtype)) {
+      partial = allocate({p.B, p.T, p.H, p.V}, state_type(in.q), device);
+      p.partial = contiguous_view(partial.mutable_data_ptr(), p.T, p.H, p.V);
+    }
+    C10_CUDA_CHECK(launch_forward(p, c10::cuda::getCurrentCUDAStream(device.index())));
+  }
+#endif
+  return {y, final_state};
+}
+
+std::tuple<Tensor, Tensor> forward_operator(const Tensor& q, const Tensor& k, const Tensor& v,
+                                            const Tensor& gate,
+                                            const std::optional<Tensor>& initial_state,
+                                            double scale, bool output_final_state, bool log_gate) {
+  auto [y, final_state] =
+      forward({q, k, v, gate, initial_state, scale, output_final_state, log_gate});
+  if (!final_state.defined()) final_state = allocate({0}, state_type(q), q.device());
+  return {y, final_state};
+}
+
+// Would PyTorch have to record the call, for a backward or for forward-mode differentiation?
+bool tracks_gradient(const Tensor& tensor) {
+  return (at::GradMode::is_enabled() && tensor.requires_grad()) || tensor._fw_grad(0).defined();
+}
+
+// Until the operator has gradients, it refuses rather than lose them.
+std::tuple<Tensor, Tensor> forward_autograd(const Tensor& q, const Tensor& k, const Tensor& v,
+                                            const Tensor& gate,
+                                            const std::optional<Tensor>& initial_state,
+                                            double scale, bool output_final_state, bool log_gate) {
+  const auto check = [](const Tensor& tensor, const char* name) {
+    TORCH_CHECK(!tracks_gradient(tensor), "gated_delta: `", name,
+                "` requires grad, but this version computes no gradients; expected an input that "
+                "does not require grad, or a call under torch.no_grad()");
+  };
+  check(q, "q");
+  check(k, "k");
+  check(v, "v");
+  check(gate, "gate");
+  if (initial_state) check(*initial_state, "initial_state");
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow(GATED_DELTA_STRING(TORCH_EXTENSION_NAME) "::forward", "")
+          .typed<decltype(forward_operator)>();
+  return op.call(q, k, v, gate, initial_state, scale, output_final_state, log_gate);
+}
+
+GATED_DELTA_LIBRARY(TORCH_EXTENSION_NAME, m) {
+  m.def(
+      "forward(Tensor q, Tensor k, Tensor v, Tensor gate, Tensor? initial_state, float scale, bool "
+      "output_final_state, "
+      "bool log_gate) -> (Tensor y, Tensor final_state)",
+      {at::Tag::pt2_compliant_tag});
+}
+
+GATED_DELTA_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, m) {
+  m.impl("forward", forward_operator);
+}
+GATED_DELTA_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, m) {
+  m.impl("forward", forward_operator);
+}
+GATED_DELTA_LIBRARY_IMPL(TORCH_EXTENSION_NAME, Autograd, m) {
+  m.impl("forward", forward_autograd);
+}
+
+// =================================== The short way from Python ================================
+//
+// A small problem takes the GPU 3 us, the road through torch.ops and the dispatcher twice that.
+// `call` goes straight to `forward` when nothing between the two has a stake in the call: plain
+// tensors, no gradient to record, no tracing, autocast, functorch transform, dispatch mode or
+// profiler. Otherwise it returns NotImplemented, and Python takes the road.
+
+bool plain(const Tensor& tensor) {
+  using c10::DispatchKey;
+  constexpr c10::DispatchKeySet ordinary(
+      {DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA,
+       DispatchKey::ADInplaceOrView, DispatchKey::BackendSelect});
+  const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
+  const c10::DispatchKeySet keys = (tensor.key_set() | local.included_) - local.excluded_;
+  return (keys.raw_repr() & ~ordinary.raw_repr()) == 0;
+}
+
+PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(count == 8, "call takes 8 arguments");
+  PyObject* const initial_state_object = arguments[5];
+  const bool has_state = initial_state_object != Py_None;
+  bool straight = !at::impl::torch_function_mode_enabled() && !at::hasCallbacks() &&
+                  (PyFloat_Check(arguments[4]) || PyLong_CheckExact(arguments[4])) &&
+                  PyBool_Check(arguments[6]) && PyBool_Check(arguments[7]);
+  for (int n = 0; n < 6; ++n) {
+    if (n == 4 || (n == 5 && !has_state)) continue;
+    straight = straight && THPVariable_CheckExact(arguments[n]);
+    if (!straight) break;
+    const Tensor& tensor = THPVariable_Unpack(arguments[n]);
+    straight = plain(tensor) && !tracks_gradient(tensor);
+#ifndef GATED_DELTA_WITH_CUDA
+    straight = straight && tensor.device().is_cpu();
+#endif
+  }
+  if (!straight) Py_RETURN_NOTIMPLEMENTED;
+  std::optional<Tensor> initial_state;
+  if (has_state) initial_state = THPVariable_Unpack(initial_state_object);
+  const Inputs in{THPVariable_Unpack(arguments[0]),
+                  THPVariable_Unpack(arguments[1]),
+                  THPVariable_Unpack(arguments[2]),
+                  THPVariable_Unpack(arguments[3]),
+                  initial_state,
+                  PyFloat_AsDouble(arguments[4]),
+                  arguments[6] == Py_True,
+                  arguments[7] == Py_True};
+  std::pair<Tensor, Tensor> result;
+  {
+    pybind11::gil_scoped_release no_gil;
+    result = forward(in);
+  }
+  PyObject* y = THPVariable_Wrap(result.first);
+  PyObject* final_state =
+      result.second.defined() ? THPVariable_Wrap(result.second) : Py_NewRef(Py_None);
+  PyObject* pair = PyTuple_Pack(2, y, final_state);
+  Py_DECREF(y);
+  Py_DECREF(final_state);
+  return pair;
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef methods[] = {
+    {"call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call)), METH_FASTCALL,
+     nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, GATED_DELTA_STRING(TORCH_EXTENSION_NAME), nullptr, -1,
+                      methods};
+
+}  // namespace
+}  // namespace gated_delta
+
+PyMODINIT_FUNC GATED_DELTA_INIT(TORCH_EXTENSION_NAME)() {
+  return PyModule_Create(&gated_delta::module);
+}
+"""
+
+# ==================================================================================================================
+# Building and loading
+# ==================================================================================================================
+#
+# The library lies in <cache>/gated_delta_jit_<hash>_<variant>/, where the hash stands for everything that went into it
+# and the variant names the GPU architectures that it holds, or is "cpu". A warm import looks for it, loads it and is
+# done. A cold one compiles under a file lock, which the operating system drops when its holder dies, and moves the
+# finished library into place in one step, so that no process ever sees half a library.
+
+_CXX_FLAGS = ["-O3"]
+_NVCC_FLAGS = ["-O3"]
+
+
+def _library_hash() -> str:
+    """Stands for all that a compiled library depends on, apart from the GPU architectures."""
+    parts = [CUDA_SOURCE, CPP_SOURCE, *_CXX_FLAGS, *_NVCC_FLAGS, torch.__version__, str(torch.version.cuda)]
+    parts += [str(sysconfig.get_config_var("SOABI")), platform.machine(), __version__]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _cache_root() -> str:
+    """The folder of compiled extensions: TORCH_EXTENSIONS_DIR, or torch's own default."""
+    default = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "torch_extensions")
+    return os.path.abspath(os.environ.get("TORCH_EXTENSIONS_DIR") or default)
+
+
+class _explain(contextlib.AbstractContextManager):
+    """Turns exceptions of the given kinds into a RuntimeError that begins with `advice`."""
+
+    def __init__(self, kinds: type[BaseException] | tuple[type[BaseException], ...], advice: str) -> None:
+        self.kinds = kinds
+        self.advice = advice
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if kind is not None and issubclass(kind, self.kinds):
+            raise RuntimeError(f"gated_delta_jit: {self.advice}\n{error}") from error
+
+
+def _visible_architectures() -> list[str]:
+    """Compute capabilities of this machine's GPUs, such as ["90"], read from NVML: no CUDA context, no cuInit."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return []
+    architectures = set()
+    with contextlib.suppress(OSError, AttributeError):
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        if nvml.nvmlInit_v2() != 0:
+            return []
+        count = ctypes.c_uint()
+        nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        for index in range(count.value):
+            device = ctypes.c_void_p()
+            major = ctypes.c_int()
+            minor = ctypes.c_int()
+            if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) != 0:
+                continue
+            if nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor)) == 0:
+                architectures.add(f"{major.value}{minor.value}")
+        nvml.nvmlShutdown()
+    return sorted(architectures, key=int)
+
+
+def _wanted_architectures() -> list[str]:
+    """Architectures to build for, such as ["80", "90a", "100ptx"]: TORCH_CUDA_ARCH_LIST, else this machine's GPUs."""
+    if torch.version.cuda is None:
+        return []
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(",", ";").replace(" ", ";")
+    names = [name for name in listed.split(";") if name]
+    if not names:
+        return _visible_architectures()
+    wanted = set()
+    for name in names:
+        match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", name)
+        if match is None:
+            raise RuntimeError(
+                "gated_delta_jit: TORCH_CUDA_ARCH_LIST must hold compute capabilities such as '8.0;9.0' or '9.0+PTX', "
+                f"got {os.environ['TORCH_CUDA_ARCH_LIST']!r}"
+            )
+        wanted.add(f"{match[1]}{match[2]}{match[3]}{'ptx' if match[4] else ''}")
+    return sorted(wanted, key=lambda name: (int(re.match(r"\d+", name)[0]), name))
+
+
+def _covers(variant: str, wanted: list[str]) -> bool:
+    """Can a library of this variant run on every wanted architecture?"""
+    held = [re.fullmatch(r"sm(\d+)(\d)([af]?)(ptx)?", name) for name in variant.split("_")]
+
+    def runs_on(have: re.Match | None, want: str) -> bool:
+        if have is None:
+            return False
+        major, minor, exact, ptx = int(have[1]), int(have[2]), have[3], have[4]
+        match = re.fullmatch(r"(\d+)(\d)([af]?)(ptx)?", want)
+        want_major, want_minor = int(match[1]), int(match[2])
+        if exact or match[3] or match[4]:
+            same = (major, minor) == (want_major, want_minor)
+            return have[0] == f"sm{want}" or (bool(exact) and same and not match[3] and not match[4])
+        same_family = major == want_major and minor <= want_minor
+        return same_family or (ptx is not None and (major, minor) <= (want_major, want_minor))
+
+    return all(any(runs_on(have, want) for have in held) for want in wanted)
+
+
+def _find_library(root: str, stem: str, wanted: list[str]) -> str | None:
+    """Path of a finished library that serves this machine, or None."""
+    exact = "_".join(f"sm{name}" for name in wanted) or "cpu"
+    found = []
+    with contextlib.suppress(OSError):
+        found = sorted(entry for entry in os.listdir(root) if entry.startswith(f"{stem}_"))
+    for entry in sorted(found, key=lambda entry: entry != f"{stem}_{exact}"):
+        path = os.path.join(root, entry, f"{entry}.so")
+        if os.path.isfile(path) and _covers(entry[len(stem) + 1 :], wanted):
+            return path
+    return None
+
+
+def _toolkit() -> str | None:
+    """The CUDA toolkit's folder: CUDA_HOME, CUDA_PATH, the one behind the nvcc on PATH, or /usr/local/cuda."""
+
+    def complete(home: str | None) -> bool:
+        if not home:
+            return False
+        return os.path.isfile(os.path.join(home, "bin", "nvcc")) and os.path.isdir(os.path.join(home, "include"))
+
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if complete(os.environ.get(name)):
+            return os.environ[name]
+    nvcc = shutil.which("nvcc")
+    if nvcc is not None:
+        home = os.path.dirname(os.path.dirname(os.path.realpath(nvcc)))
+        if complete(home) and os.path.isfile(os.path.join(home, "include", "cuda_runtime.h")):
+            return home
+        # A wrapper script: nvcc itself says where its toolkit is.
+        said = subprocess.run([nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, check=False)
+        top = re.search(r"^#\$ TOP=(.*)$", said.stderr, re.MULTILINE)
+        if top is not None and complete(os.path.realpath(top[1].strip())):
+            return os.path.realpath(top[1].strip())
+    return "/usr/local/cuda" if complete("/usr/local/cuda") else None
+
+
+@contextlib.contextmanager
+def _file_lock(path: str):
+    """Holds an exclusive lock on a file. The system releases it with its holder; a file left behind means nothing."""
+    import fcntl
+
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _environment(**values: str):
+    """Sets environment variables for a while."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    yield
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+
+
+def _compile(name: str, folder: str, architectures: list[str], toolkit: str | None) -> None:
+    """Builds <folder>/<name>.so. The caller holds the lock."""
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler.split()[0]) is None:
+        raise RuntimeError(
+            f"gated_delta_jit: no C++ compiler: {compiler!r} is not on PATH. Install one (Debian: apt-get install g++) "
+            "or set CXX."
+        )
+    path = os.environ.get("PATH", os.defpath)
+    if importlib.util.find_spec("ninja") is not None:
+        path = f"{importlib.import_module('ninja').BIN_DIR}{os.pathsep}{path}"
+    if shutil.which("ninja", path=path) is None:
+        raise RuntimeError("gated_delta_jit: ninja is missing. Install it with: pip install ninja")
+    # torch.utils.cpp_extension asks for a GPU when it is imported: let it ask NVML, and keep its remark on the answer.
+    with _environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"), open(os.devnull, "w") as nowhere:
+        with contextlib.redirect_stderr(nowhere):
+            from torch.utils import cpp_extension
+
+    cxx_flags = list(_CXX_FLAGS)
+    said = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True, check=False).stdout
+    if "Free Software Foundation" in said and sys.platform == "linux":
+        cxx_flags.append("-fopenmp")  # at::parallel_for runs on torch's own threads, through its copy of the runtime
+    options = {"cpp_sources": f'#line 1 "gated_delta.cpp"\n{CPP_SOURCE}', "extra_cflags": cxx_flags, "with_cuda": False}
+    if architectures:
+        cxx_flags.append("-DGATED_DELTA_WITH_CUDA")
+        nvcc_flags = list(_NVCC_FLAGS)
+        for architecture in architectures:
+            number = architecture.removesuffix("ptx")
+            nvcc_flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+            if architecture.endswith("ptx"):
+                nvcc_flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+        options.update(
+            cuda_sources=f'#line 1 "gated_delta.cu"\n{CUDA_SOURCE}', extra_cuda_cflags=nvcc_flags, with_cuda=True
+        )
+    if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters:
+        options["no_implicit_headers"] = True  # torch/extension.h would cost a minute
+
+    build = os.path.join(folder, "build")
+    os.makedirs(build, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(os.path.join(build, "lock"))  # torch's own, left by a build that was killed: only ours counts
+    advice = (
+        "compiling failed. The compiler's words are below; its lines are those of the files that "
+        "`python gated_delta_jit.py --dump DIR` writes."
+    )
+    home_before = cpp_extension.CUDA_HOME
+    cpp_extension.CUDA_HOME = toolkit or home_before
+    with _explain(Exception, advice), _environment(PATH=path), contextlib.ExitStack() as cleanup:
+        cleanup.callback(setattr, cpp_extension, "CUDA_HOME", home_before)
+        cpp_extension.load_inline(name=name, build_directory=build, **options)
+    os.replace(os.path.join(build, f"{name}.so"), os.path.join(folder, f"{name}.so"))
+
+
+def _load_library():
+    """Finds or builds the compiled library and loads it, once in a process. Returns it, its path and what it lacks."""
+    if sys.platform == "win32":
+        raise RuntimeError("gated_delta_jit: Windows is not supported; use it under WSL 2.")
+    root = _cache_root()
+    stem = f"gated_delta_jit_{_library_hash()}"
+    wanted = _wanted_architectures()
+    path = _find_library(root, stem, wanted)
+    lacks = ""
+    if path is None:
+        toolkit = _toolkit() if wanted else None
+        if wanted and toolkit is None:
+            lacks = "no nvcc was found (CUDA_HOME, PATH, /usr/local/cuda); install the CUDA toolkit"
+            wanted = []
+            path = _find_library(root, stem, wanted)
+    if path is None:
+        name = f"{stem}_{'_'.join(f'sm{each}' for each in wanted) or 'cpu'}"
+        folder = os.path.join(root, name)
+        path = os.path.join(folder, f"{name}.so")
+        advice = f"the cache folder {root} can't be written; set TORCH_EXTENSIONS_DIR to a folder that can."
+        with _explain(OSError, advice):
+            os.makedirs(folder, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            with _explain(OSError, advice):
+                stack.enter_context(_file_lock(f"{folder}.lock"))
+            if not os.path.isfile(path):
+                kernels = "CUDA and CPU kernels" if wanted else "CPU kernels"
+                note = f"; no CUDA kernels: {lacks}" if lacks else ""
+                words = f"compiling {kernels}, about 30 s, into {folder}{note}"
+                print(f"gated_delta_jit: {words}", file=sys.stderr)
+                started = time.monotonic()
+                _compile(name, folder, wanted, toolkit)
+                print(f"gated_delta_jit: compiled in {time.monotonic() - started:.1f} s", file=sys.stderr)
+    name = os.path.basename(path).removesuffix(".so")
+    if not lacks and name.endswith("_cpu"):
+        lacks = "torch was built without CUDA" if torch.version.cuda is None else "no GPU was visible when it was built"
+    if name not in sys.modules:
+        advice = f"{path} can't be loaded; delete {os.path.dirname(path)} and import again."
+        with _explain(ImportError, advice):
+            loader = importlib.machinery.ExtensionFileLoader(name, path)
+            loader.exec_module(importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader)))
+    library = sys.modules[name]  # Python enters an extension module there when it is initialised, by whomever
+    if not hasattr(library, "fake_forward"):
+        library.fake_forward = _fake_forward
+        torch.library.register_fake(f"{name}::forward", _fake_forward)
+    return library, path, lacks
+
+
+# ==================================================================================================================
+# The operator
+# ==================================================================================================================
+
+
+def _fake_forward(q, k, v, gate, initial_state, scale, output_final_state, log_gate):
+    """Shapes and dtypes of the results, for torch.compile, fake and meta tensors."""
+
+    def check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], may_broadcast: bool = False) -> None:
+        fits = tensor.dim() == len(shape)
+        for size, wanted in zip(tensor.shape, shape, strict=False):
+            fits = fits and (size == wanted or (may_broadcast and size == 1))
+        if not fits:
+            raise ValueError(f"gated_delta: `{name}` must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
+        if tensor.device != q.device:
+            raise ValueError(f"gated_delta: `{name}` must be on q's device {q.device}, got {tensor.device}")
+
+    if q.dim() != 4:
+        raise ValueError(f"gated_delta: `q` must have the 4 dimensions (B, T, H, K), got shape {tuple(q.shape)}")
+    if v.dim() != 4:
+        raise ValueError(f"gated_delta: `v` must have the 4 dimensions (B, T, H, V), got shape {tuple(v.shape)}")
+    B, T, H, K = q.shape
+    V = v.shape[3]
+    check("k", k, q.shape)
+    check("v", v, (B, T, H, V))
+    check("gate", gate, (B, T, H, V), may_broadcast=True)
+    if initial_state is not None:
+        check("initial_state", initial_state, (B, H, K, V))
+    state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    y = torch.empty(v.shape, dtype=q.dtype, device=q.device)
+    return y, torch.empty((B, H, K, V) if output_final_state else (0,), dtype=state_dtype, device=q.device)
+
+
+def _check_kinds(q, k, v, gate, scale, initial_state, output_final_state, log_gate) -> None:
+    """Refuses what the operator's schema would refuse with a message that helps less."""
+    tensors = {"q": q, "k": k, "v": v, "gate": gate}
+    if initial_state is not None:
+        tensors["initial_state"] = initial_state
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"gated_delta: `{name}` must be a tensor, got {type(value).__name__}")
+    for name, value in {"output_final_state": output_final_state, "log_gate": log_gate}.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"gated_delta: `{name}` must be a bool, got {type(value).__name__}")
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"gated_delta: `scale` must be a number, got {type(scale).__name__}")
+    if q.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"gated_delta: `q` must be on a CPU or a CUDA device, got {q.device}")
+    if q.device.type == "cuda" and not HAS_CUDA:
+        raise RuntimeError(f"gated_delta: `q` is on {q.device}, but this build has no CUDA kernels: {_LACKS}")
+
+
+def gated_delta(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gate: torch.Tensor,
+    *,
+    scale: float = 1.0,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    log_gate: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Value-gated linear recurrence over time, the whole sequence in one launch.
+
+        S_t[i, j] = gate_t[j] * S_{t-1}[i, j] + k_t[i] * v_t[j]
+        y_t[j]    = scale * sum_i q_t[i] * S_t[i, j]
+
+    Arguments:
+        q, k: (B, T, H, K), float32, float64, float16 or bfloat16, with any strides.
+        v: (B, T, H, V), the dtype and device of q.
+        gate: broadcastable to (B, T, H, V), q's dtype, or float32 beside half-precision q, k, v. Plain numbers, not
+            logarithms: any value is exact as long as products of consecutive gates stay in the state's range.
+        scale: factor on y. Default 1 (flash-linear-attention's default is K ** -0.5).
+        initial_state: (B, H, K, V), float32 (float64 beside float64 inputs). Default: zeros.
+        output_final_state: also return the state after the last step. Default False.
+        log_gate: `gate` holds natural logarithms of the gates, as flash-linear-attention's does. Default False.
+
+    Returns:
+        (y, final_state): y (B, T, H, V) in q's dtype, contiguous; final_state (B, H, K, V) in the state's dtype, or
+        None. All sums and the state are float32 (float64 for float64 inputs); y is rounded once. Results repeat to the
+        bit.
+
+    Errors:
+        TypeError: an argument is no tensor, or its dtype is unsupported or doesn't go with q's.
+        ValueError: a rank, shape or device doesn't go with q's.
+        RuntimeError: an input requires grad while grad mode is on (no gradients yet); no CUDA kernels for CUDA tensors.
+
+    This is what flash-linear-attention calls `gv` gating and the k-sweep of Gated Slot Attention (arXiv:2409.07146). It
+    has no delta rule: for Gated DeltaNet (arXiv:2412.06464) it is the wrong operator.
+    """
+    if not torch.compiler.is_compiling():
+        result = _call(q, k, v, gate, scale, initial_state, output_final_state, log_gate)
+        if result is not NotImplemented:
+            return result
+        _check_kinds(q, k, v, gate, scale, initial_state, output_final_state, log_gate)
+    y, final_state = OPERATOR(q, k, v, gate, initial_state, scale, output_final_state, log_gate)
+    return y, (final_state if output_final_state else None)
+
+
+class ModelNew(torch.nn.Module):
+    """`gated_delta` as a module without parameters: scale 1, zero state, y alone. KernelBench's name for it."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return gated_delta(q, k, v, gate)[0]
+
+
+def _main(arguments: list[str]) -> None:
+    """`--dump DIR` writes the CUDA and C++ texts; anything else prints how to use it."""
+    if len(arguments) != 2 or arguments[0] != "--dump":
+        raise SystemExit("usage: python gated_delta_jit.py --dump DIR    write gated_delta.cu and gated_delta.cpp")
+    os.makedirs(arguments[1], exist_ok=True)
+    for name, source in {"gated_delta.cu": CUDA_SOURCE, "gated_delta.cpp": CPP_SOURCE}.items():
+        with open(os.path.join(arguments[1], name), "w") as file:
+            file.write(source)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])
+else:
+    _library, LIBRARY, _LACKS = _load_library()
+    _call = _library.call
+    OPERATOR = getattr(torch.ops, _library.__name__).forward.default
+    HAS_CUDA = not _library.__name__.endswith("_cpu")

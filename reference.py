@@ -1,0 +1,64 @@
+"""The operator in plain PyTorch: the module that gated_delta_jit replaces, and the oracle it is checked against.
+
+For every batch b and head h a state S of shape (K, V) walks over time:
+
+    S_t[i, j] = gate_t[j] * S_{t-1}[i, j] + k_t[i] * v_t[j]
+    y_t[j]    = scale * sum_i q_t[i] * S_t[i, j]
+
+`Model`, `get_inputs` and `get_init_inputs` follow KernelBench's convention for a reference file.
+`gated_delta_reference` is the same loop with every option of `gated_delta_jit.gated_delta`; it is differentiable, runs
+on any device, and is an oracle when it is given float64.
+"""
+
+import torch
+
+
+def gated_delta_reference(q, k, v, gate, *, scale=1.0, initial_state=None, output_final_state=False, log_gate=False):
+    """Value-gated linear recurrence as a Python loop over time.
+
+    Arguments, shapes and results are those of `gated_delta_jit.gated_delta`: q, k (B, T, H, K), v (B, T, H, V), gate
+    broadcastable to (B, T, H, V), states (B, H, K, V). The state and all sums are float32, or float64 when any input
+    is; y has q's dtype. Returns (y, final_state), final_state being None unless asked for.
+    """
+    inputs = (q, k, v, gate) if initial_state is None else (q, k, v, gate, initial_state)
+    dtype = torch.float64 if any(x.dtype == torch.float64 for x in inputs) else torch.float32
+    out_dtype = q.dtype
+    q, k, v, gate = (x.to(dtype) for x in (q, k, v, gate))
+    if log_gate:
+        gate = gate.exp()
+    B, T, H, K = q.shape
+    V = v.shape[-1]
+    gate = gate.expand(B, T, H, V)
+    if initial_state is None:
+        state = q.new_zeros(B, H, K, V)
+    else:
+        state = initial_state.to(dtype)
+    outputs = []
+    for t in range(T):
+        state = gate[:, t].unsqueeze(-2) * state + k[:, t].unsqueeze(-1) * v[:, t].unsqueeze(-2)
+        outputs.append((q[:, t].unsqueeze(-1) * state).sum(dim=-2))
+    y = torch.stack(outputs, dim=1) if outputs else q.new_zeros(B, 0, H, V)
+    if scale != 1.0:
+        y = scale * y
+    return y.to(out_dtype), state if output_final_state else None
+
+
+class Model(torch.nn.Module):
+    """The loop as people write it: scale 1, zero state at the start, y alone."""
+
+    def forward(self, q, k, v, gate):
+        return gated_delta_reference(q, k, v, gate)[0]
+
+
+B, T, H, D = 2, 128, 4, 24
+
+
+def get_inputs():
+    """q, k, v, gate of the seed problem: float32, (B, T, H, D) = (2, 128, 4, 24), gate = sigmoid(randn)."""
+    q, k, v = (torch.randn(B, T, H, D) for _ in range(3))
+    return [q, k, v, torch.sigmoid(torch.randn(B, T, H, D))]
+
+
+def get_init_inputs():
+    """`Model` takes no arguments."""
+    return []
