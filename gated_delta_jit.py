@@ -29,6 +29,7 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import inspect
+import logging
 import os
 import platform
 import re
@@ -873,6 +874,7 @@ CPP_SOURCE = SHARED_SOURCE + r"""
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
@@ -891,6 +893,7 @@ CPP_SOURCE = SHARED_SOURCE + r"""
 #include <algorithm>
 #include <cmath>
 #include <optional>
+#include <string>
 #include <type_traits>
 #include <vector>
 
@@ -917,6 +920,33 @@ struct Inputs {
   bool log_gate;
 };
 
+// Messages are put together from strings: with a compiler that links the C++ library statically, a
+// stream would have two copies of it at odds.
+std::string text(at::IntArrayRef sizes) {
+  std::string result = "[";
+  for (size_t axis = 0; axis < sizes.size(); ++axis) {
+    result += (axis == 0 ? "" : ", ") + std::to_string(sizes[axis]);
+  }
+  return result + "]";
+}
+
+std::string text(at::ScalarType dtype) {
+  return c10::toString(dtype);
+}
+
+std::string refusal(const char* name, const std::string& expected, const std::string& got) {
+  return std::string("gated_delta: `") + name + "` must " + expected + ", got " + got;
+}
+
+[[noreturn]] void refuse_type(const char* name, const std::string& expected, at::ScalarType got) {
+  C10_THROW_ERROR(TypeError, refusal(name, expected, text(got)));
+}
+
+[[noreturn]] void refuse_value(const char* name, const std::string& expected,
+                               const std::string& got) {
+  C10_THROW_ERROR(ValueError, refusal(name, expected, got));
+}
+
 Dtype dtype_of(const Tensor& tensor, const char* name) {
   switch (tensor.scalar_type()) {
     case at::kFloat:
@@ -928,9 +958,7 @@ Dtype dtype_of(const Tensor& tensor, const char* name) {
     case at::kBFloat16:
       return Dtype::kBFloat16;
     default:
-      TORCH_CHECK_TYPE(false, "gated_delta: `", name,
-                       "` must be float32, float64, float16 or bfloat16, got ",
-                       tensor.scalar_type());
+      refuse_type(name, "be float32, float64, float16 or bfloat16", tensor.scalar_type());
   }
 }
 
@@ -939,13 +967,14 @@ at::ScalarType state_type(const Tensor& q) {
 }
 
 void check_device(const Tensor& tensor, const char* name, const Tensor& q) {
-  TORCH_CHECK_VALUE(tensor.device() == q.device(), "gated_delta: `", name,
-                    "` must be on q's device ", q.device(), ", got ", tensor.device());
+  if (tensor.device() == q.device()) return;
+  refuse_value(name, "be on q's device " + q.device().str(), tensor.device().str());
 }
 
 void check_like_q(const Tensor& tensor, const char* name, const Tensor& q) {
-  TORCH_CHECK_TYPE(tensor.scalar_type() == q.scalar_type(), "gated_delta: `", name,
-                   "` must have q's dtype ", q.scalar_type(), ", got ", tensor.scalar_type());
+  if (tensor.scalar_type() != q.scalar_type()) {
+    refuse_type(name, "have q's dtype " + text(q.scalar_type()), tensor.scalar_type());
+  }
   check_device(tensor, name, q);
 }
 
@@ -954,48 +983,53 @@ Params describe(const Inputs& in) {
   const Tensor& q = in.q;
   Params p;
   p.dtype = dtype_of(q, "q");
-  TORCH_CHECK_VALUE(q.dim() == 4,
-                    "gated_delta: `q` must have the 4 dimensions (B, T, H, K), got shape ",
-                    q.sizes());
+  if (q.dim() != 4) refuse_value("q", "have the 4 dimensions (B, T, H, K)", text(q.sizes()));
   dtype_of(in.k, "k");
   dtype_of(in.v, "v");
   p.gate_dtype = dtype_of(in.gate, "gate");
   check_like_q(in.k, "k", q);
   check_like_q(in.v, "v", q);
   const bool half = p.dtype == Dtype::kFloat16 || p.dtype == Dtype::kBFloat16;
-  TORCH_CHECK_TYPE(p.gate_dtype == p.dtype || (half && p.gate_dtype == Dtype::kFloat32),
-                   "gated_delta: `gate` must have q's dtype ", q.scalar_type(),
-                   half ? " or be Float" : "", ", got ", in.gate.scalar_type());
+  if (p.gate_dtype != p.dtype && !(half && p.gate_dtype == Dtype::kFloat32)) {
+    refuse_type("gate", "have q's dtype " + text(q.scalar_type()) + (half ? " or be Float" : ""),
+                in.gate.scalar_type());
+  }
   check_device(in.gate, "gate", q);
   p.B = q.size(0);
   p.T = q.size(1);
   p.H = q.size(2);
   p.K = q.size(3);
-  TORCH_CHECK_VALUE(in.k.sizes() == q.sizes(),
-                    "gated_delta: `k` must have q's shape (B, T, H, K) = ", q.sizes(), ", got ",
-                    in.k.sizes());
-  TORCH_CHECK_VALUE(in.v.dim() == 4 && in.v.sizes().slice(0, 3) == q.sizes().slice(0, 3),
-                    "gated_delta: `v` must have the 4 dimensions (B, T, H, V) = [", p.B, ", ", p.T,
-                    ", ", p.H, ", V], got ", in.v.sizes());
+  if (in.k.sizes() != q.sizes()) {
+    refuse_value("k", "have q's shape (B, T, H, K) = " + text(q.sizes()), text(in.k.sizes()));
+  }
+  if (in.v.dim() != 4 || in.v.sizes().slice(0, 3) != q.sizes().slice(0, 3)) {
+    refuse_value(
+        "v", "have 4 dimensions (B, T, H, V), the first three q's " + text(q.sizes().slice(0, 3)),
+        text(in.v.sizes()));
+  }
   p.V = in.v.size(3);
   bool broadcasts = in.gate.dim() == 4;
   for (int64_t axis = 0; broadcasts && axis < 4; ++axis) {
     broadcasts = in.gate.size(axis) == 1 || in.gate.size(axis) == in.v.size(axis);
   }
-  TORCH_CHECK_VALUE(broadcasts,
-                    "gated_delta: `gate` must have 4 dimensions that broadcast to (B, T, H, V) = ",
-                    in.v.sizes(), ", got ", in.gate.sizes());
+  if (!broadcasts) {
+    refuse_value("gate", "have 4 dimensions that broadcast to (B, T, H, V) = " + text(in.v.sizes()),
+                 text(in.gate.sizes()));
+  }
   if (in.initial_state) {
     const Tensor& state = *in.initial_state;
     dtype_of(state, "initial_state");
-    TORCH_CHECK_TYPE(state.scalar_type() == state_type(q), "gated_delta: `initial_state` must be ",
-                     state_type(q), " beside ", q.scalar_type(), " inputs, got ",
-                     state.scalar_type());
+    if (state.scalar_type() != state_type(q)) {
+      refuse_type("initial_state",
+                  "be " + text(state_type(q)) + " beside " + text(q.scalar_type()) + " inputs",
+                  state.scalar_type());
+    }
     check_device(state, "initial_state", q);
     const int64_t shape[4] = {p.B, p.H, p.K, p.V};
-    TORCH_CHECK_VALUE(state.sizes() == at::IntArrayRef(shape),
-                      "gated_delta: `initial_state` must have shape (B, H, K, V) = ",
-                      at::IntArrayRef(shape), ", got ", state.sizes());
+    if (state.sizes() != at::IntArrayRef(shape)) {
+      refuse_value("initial_state", "have shape (B, H, K, V) = " + text(shape),
+                   text(state.sizes()));
+    }
   }
 
   const auto view = [](const Tensor& tensor) {
@@ -1286,8 +1320,8 @@ std::pair<Tensor, Tensor> forward(const Inputs& in) {
   c10::cuda::OptionalCUDAGuard guard;
   if (device.is_cuda()) guard.set_device(device);
 #else
-  TORCH_CHECK(device.is_cpu(), "gated_delta: `q` is on ", device,
-              ", but this build has no CUDA kernels");
+  if (!device.is_cpu())
+    refuse_value("q", "be on the CPU: this build has no CUDA kernels", device.str());
 #endif
   const Tensor y = allocate({p.B, p.T, p.H, p.V}, in.q.scalar_type(), device);
   p.y = contiguous_view(y.mutable_data_ptr(), p.T, p.H, p.V);
@@ -1341,9 +1375,11 @@ std::tuple<Tensor, Tensor> forward_autograd(const Tensor& q, const Tensor& k, co
                                             const std::optional<Tensor>& initial_state,
                                             double scale, bool output_final_state, bool log_gate) {
   const auto check = [](const Tensor& tensor, const char* name) {
-    TORCH_CHECK(!tracks_gradient(tensor), "gated_delta: `", name,
-                "` requires grad, but this version computes no gradients; expected an input that "
-                "does not require grad, or a call under torch.no_grad()");
+    if (!tracks_gradient(tensor)) return;
+    C10_THROW_ERROR(Error, std::string("gated_delta: `") + name +
+                               "` requires grad, but this version computes no gradients; expected "
+                               "an input that does not require grad, or a call under "
+                               "torch.no_grad()");
   };
   check(q, "q");
   check(k, "k");
@@ -1385,11 +1421,11 @@ GATED_DELTA_LIBRARY_IMPL(TORCH_EXTENSION_NAME, Autograd, m) {
 
 bool plain(const Tensor& tensor) {
   using c10::DispatchKey;
-  constexpr c10::DispatchKeySet ordinary(
-      {DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA,
-       DispatchKey::ADInplaceOrView, DispatchKey::BackendSelect});
   const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
-  const c10::DispatchKeySet keys = (tensor.key_set() | local.included_) - local.excluded_;
+  c10::DispatchKeySet keys = (tensor.key_set() | local.included_) - local.excluded_;
+  c10::DispatchKeySet ordinary({DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::AutogradCPU,
+                                DispatchKey::AutogradCUDA, DispatchKey::ADInplaceOrView,
+                                DispatchKey::BackendSelect});
   return (keys.raw_repr() & ~ordinary.raw_repr()) == 0;
 }
 
@@ -1489,7 +1525,7 @@ class _explain(contextlib.AbstractContextManager):
 
     def __exit__(self, kind, error, traceback) -> None:
         if kind is not None and issubclass(kind, self.kinds):
-            raise RuntimeError(f"gated_delta_jit: {self.advice}\n{error}") from error
+            raise RuntimeError(f"gated_delta_jit: {self.advice}\n{error}") from None
 
 
 def _visible_architectures() -> list[str]:
@@ -1627,10 +1663,14 @@ def _compile(name: str, folder: str, architectures: list[str], toolkit: str | No
         path = f"{importlib.import_module('ninja').BIN_DIR}{os.pathsep}{path}"
     if shutil.which("ninja", path=path) is None:
         raise RuntimeError("gated_delta_jit: ninja is missing. Install it with: pip install ninja")
-    # torch.utils.cpp_extension asks for a GPU when it is imported: let it ask NVML, and keep its remark on the answer.
+    # torch.utils.cpp_extension asks for a GPU when it is imported: let it ask NVML, and keep its remark on the answer,
+    # which it prints or logs.
+    logging_before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     with _environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"), open(os.devnull, "w") as nowhere:
         with contextlib.redirect_stderr(nowhere):
             from torch.utils import cpp_extension
+    logging.disable(logging_before)
 
     cxx_flags = list(_CXX_FLAGS)
     said = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True, check=False).stdout
@@ -1640,6 +1680,11 @@ def _compile(name: str, folder: str, architectures: list[str], toolkit: str | No
     if architectures:
         cxx_flags.append("-DGATED_DELTA_WITH_CUDA")
         nvcc_flags = list(_NVCC_FLAGS)
+        command = [os.path.join(toolkit, "bin", "nvcc"), "--version"]
+        said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        release = re.search(r"release (\d+)\.(\d+)", said)
+        if release is not None and (int(release[1]), int(release[2])) >= (12, 4):
+            nvcc_flags.append("--split-compile=0")  # kernels side by side on all cores
         for architecture in architectures:
             number = architecture.removesuffix("ptx")
             nvcc_flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
