@@ -431,7 +431,7 @@ def check_touch(inputs: Inputs) -> None:
 
 
 def copy_rate() -> float:
-    """Bytes read plus bytes written per second by a large device-to-device copy; outside a graph, where it is fastest."""
+    """Bytes read plus bytes written per second by a large device-to-device copy, outside a graph."""
     free, _ = torch.cuda.mem_get_info()
     source = torch.rand(min(1 << 29, free // 32), device="cuda")
     target = torch.empty_like(source)
