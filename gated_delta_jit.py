@@ -76,6 +76,18 @@ struct Arguments {
 };
 using Params = Arguments<int64_t>;
 
+// What a backward call has besides: gradients that come in, and where those that go out are wanted.
+// Data is null for an incoming gradient of zero and for an outgoing one that nobody needs.
+template <typename Index>
+struct Gradients {
+  View<Index> dy;
+  View<Index> dfinal_state;
+  View<Index> dq, dk, dv;  // q's dtype
+  View<Index> dgate;       // (B, T, H, V) in the state's type, not yet summed over broadcast axes
+  View<Index> dinitial_state;  // the state's type
+  View<Index> checkpoints;     // (B, H, sweeps, K * V) states before each sweep but the first
+};
+
 // Rows of the state that one kernel launch handles. Larger K is cut in slices whose outputs add up
 // in `partial`.
 constexpr int64_t max_rows(Dtype dtype) {
@@ -872,6 +884,7 @@ CPP_SOURCE = SHARED_SOURCE + r"""
 // ================================= The torch side, in C++ =====================================
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/Parallel.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -880,6 +893,7 @@ CPP_SOURCE = SHARED_SOURCE + r"""
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/library.h>
 
@@ -891,6 +905,7 @@ CPP_SOURCE = SHARED_SOURCE + r"""
 #endif
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <optional>
 #include <string>
@@ -900,7 +915,11 @@ CPP_SOURCE = SHARED_SOURCE + r"""
 namespace gated_delta {
 
 #ifdef GATED_DELTA_WITH_CUDA
-cudaError_t launch_forward(const Params& p, cudaStream_t stream);  // in CUDA_SOURCE
+// In CUDA_SOURCE.
+cudaError_t launch_forward(const Params& p, cudaStream_t stream);
+cudaError_t launch_backward(const Params& p, const Gradients<int64_t>& grads, void* scratch,
+                            cudaStream_t stream);
+int64_t backward_scratch_bytes(const Params& p, const Gradients<int64_t>& grads);
 #endif
 
 namespace {
@@ -1094,67 +1113,132 @@ struct Chunk {
   Accum* state = nullptr;  // (rows, kColumns)
 };
 
-// Works on copies of the chunk's fields: a store to the state could change the fields for all that
-// the compiler knows.
+// The recurrence over one chunk. Works on copies of the chunk's fields: a store to the state could
+// change the fields for all that the compiler knows.
 template <typename Accum>
-inline __attribute__((always_inline)) void advance_steps(const Chunk<Accum>& chunk) {
-  using Column = typename Chunk<Accum>::Column;
-  const int64_t rows = chunk.rows;
-  Column* const state = reinterpret_cast<Column*>(chunk.state);
-  for (int64_t t = 0; t < chunk.steps; t += kUnrolledSteps) {
-    const Accum* q[kUnrolledSteps];
-    const Accum* k[kUnrolledSteps];
-    Column v[kUnrolledSteps];
-    Column gate[kUnrolledSteps];
-    Column y[kUnrolledSteps];
+struct Advance {
+  const Chunk<Accum>& chunk;
+
+  inline __attribute__((always_inline)) void operator()() const {
+    using Column = typename Chunk<Accum>::Column;
+    const int64_t rows = chunk.rows;
+    Column* const state = reinterpret_cast<Column*>(chunk.state);
+    for (int64_t t = 0; t < chunk.steps; t += kUnrolledSteps) {
+      const Accum* q[kUnrolledSteps];
+      const Accum* k[kUnrolledSteps];
+      Column v[kUnrolledSteps];
+      Column gate[kUnrolledSteps];
+      Column y[kUnrolledSteps];
 #pragma GCC unroll 4
-    for (int64_t n = 0; n < kUnrolledSteps; ++n) {
-      q[n] = chunk.q + (t + n) * chunk.q_stride;
-      k[n] = chunk.k + (t + n) * chunk.k_stride;
-      v[n] = reinterpret_cast<const Column*>(chunk.v)[t + n];
-      gate[n] = reinterpret_cast<const Column*>(chunk.gate)[t + n];
-      y[n] = Column{};
-    }
-    for (int64_t block = 0; block < rows; block += kSummedRows) {
-      const int64_t block_end = block + kSummedRows < rows ? block + kSummedRows : rows;
-      Column sum[kUnrolledSteps] = {};
-      for (int64_t i = block; i < block_end; ++i) {
-        Column s = state[i];
+      for (int64_t n = 0; n < kUnrolledSteps; ++n) {
+        q[n] = chunk.q + (t + n) * chunk.q_stride;
+        k[n] = chunk.k + (t + n) * chunk.k_stride;
+        v[n] = reinterpret_cast<const Column*>(chunk.v)[t + n];
+        gate[n] = reinterpret_cast<const Column*>(chunk.gate)[t + n];
+        y[n] = Column{};
+      }
+      for (int64_t block = 0; block < rows; block += kSummedRows) {
+        const int64_t block_end = block + kSummedRows < rows ? block + kSummedRows : rows;
+        Column sum[kUnrolledSteps] = {};
+        for (int64_t i = block; i < block_end; ++i) {
+          Column s = state[i];
 #pragma GCC unroll 4
-        for (int64_t n = 0; n < kUnrolledSteps; ++n) {
-          s = gate[n] * s + k[n][i] * v[n];
-          sum[n] += q[n][i] * s;
+          for (int64_t n = 0; n < kUnrolledSteps; ++n) {
+            s = gate[n] * s + k[n][i] * v[n];
+            sum[n] += q[n][i] * s;
+          }
+          state[i] = s;
         }
-        state[i] = s;
+#pragma GCC unroll 4
+        for (int64_t n = 0; n < kUnrolledSteps; ++n) y[n] += sum[n];
       }
 #pragma GCC unroll 4
-      for (int64_t n = 0; n < kUnrolledSteps; ++n) y[n] += sum[n];
+      for (int64_t n = 0; n < kUnrolledSteps; ++n) reinterpret_cast<Column*>(chunk.y)[t + n] = y[n];
     }
-#pragma GCC unroll 4
-    for (int64_t n = 0; n < kUnrolledSteps; ++n) reinterpret_cast<Column*>(chunk.y)[t + n] = y[n];
   }
-}
+};
+
+// The chunk backward: with R_t = scale * q_t dy_t^T + flow, flow = R_{t+1} diag(gate_{t+1}),
+//   dq_t = scale * S_t dy_t    dk_t = R_t v_t    dv_t = R_t^T k_t    dgate_t[j] = sum_i S_{t-1} R_t
+template <typename Accum>
+struct Retreat {
+  const Chunk<Accum>& chunk;
+  const Accum* dy;  // (steps, kColumns), times scale
+  Accum* states;    // (steps + 1, rows, kColumns); the first is the state before the chunk
+  Accum* flow;      // (rows, kColumns)
+  Accum* dq;        // (steps, rows), added to
+  Accum* dk;        // (steps, rows), added to
+  Accum* dv;        // (steps, kColumns)
+  Accum* dgate;     // (steps, kColumns)
+
+  inline __attribute__((always_inline)) void operator()() const {
+    using Column = typename Chunk<Accum>::Column;
+    constexpr int64_t kColumns = Chunk<Accum>::kColumns;
+    const int64_t rows = chunk.rows;
+    const int64_t steps = chunk.steps;
+    Column* const all_states = reinterpret_cast<Column*>(states);
+    Column* const all_flows = reinterpret_cast<Column*>(flow);
+    for (int64_t t = 0; t < steps; ++t) {
+      const Accum* k = chunk.k + t * chunk.k_stride;
+      const Column v = reinterpret_cast<const Column*>(chunk.v)[t];
+      const Column gate = reinterpret_cast<const Column*>(chunk.gate)[t];
+      const Column* before = all_states + t * rows;
+      for (int64_t i = 0; i < rows; ++i) {
+        all_states[(t + 1) * rows + i] = gate * before[i] + k[i] * v;
+      }
+    }
+    for (int64_t t = steps - 1; t >= 0; --t) {
+      const Accum* q = chunk.q + t * chunk.q_stride;
+      const Accum* k = chunk.k + t * chunk.k_stride;
+      const Column v = reinterpret_cast<const Column*>(chunk.v)[t];
+      const Column gate = reinterpret_cast<const Column*>(chunk.gate)[t];
+      const Column dy_t = reinterpret_cast<const Column*>(dy)[t];
+      const Column* before = all_states + t * rows;
+      const Column* after = before + rows;
+      Column dv_t = {};
+      Column dgate_t = {};
+      for (int64_t i = 0; i < rows; ++i) {
+        const Column r = q[i] * dy_t + all_flows[i];
+        dv_t += k[i] * r;
+        dgate_t += before[i] * r;
+        const Column dq_terms = after[i] * dy_t;
+        const Column dk_terms = r * v;
+        Accum dq_sum = 0;
+        Accum dk_sum = 0;
+        for (int64_t m = 0; m < kColumns; ++m) {
+          dq_sum += dq_terms[m];
+          dk_sum += dk_terms[m];
+        }
+        dq[t * rows + i] += dq_sum;
+        dk[t * rows + i] += dk_sum;
+        all_flows[i] = r * gate;
+      }
+      reinterpret_cast<Column*>(dv)[t] = dv_t;
+      reinterpret_cast<Column*>(dgate)[t] = dgate_t;
+    }
+  }
+};
 
 // One binary for every x86-64 machine: the widest vectors that the processor has.
 #if defined(__x86_64__)
-template <typename Accum>
-__attribute__((target("avx512f"))) void advance_avx512(const Chunk<Accum>& chunk) {
-  advance_steps(chunk);
+template <class Work>
+__attribute__((target("avx512f"))) void run_avx512(const Work& work) {
+  work();
 }
 
-template <typename Accum>
-__attribute__((target("avx2,fma"))) void advance_avx2(const Chunk<Accum>& chunk) {
-  advance_steps(chunk);
+template <class Work>
+__attribute__((target("avx2,fma"))) void run_avx2(const Work& work) {
+  work();
 }
 #endif
 
-template <typename Accum>
-void advance(const Chunk<Accum>& chunk) {
+template <class Work>
+void run_widest(const Work& work) {
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f")) return advance_avx512(chunk);
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return advance_avx2(chunk);
+  if (__builtin_cpu_supports("avx512f")) return run_avx512(work);
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return run_avx2(work);
 #endif
-  advance_steps(chunk);
+  work();
 }
 
 template <typename T>
@@ -1181,24 +1265,11 @@ class Walker {
 
   void walk(int64_t batch, int64_t head, int64_t column) {
     const int64_t columns = std::min(kColumns, p_.V - column);
-    Chunk<Accum> chunk;
-    chunk.rows = p_.K;
-    chunk.v = v_;
-    chunk.gate = gate_;
-    chunk.y = y_;
-    chunk.state = state_.data();
-    std::fill(state_.begin(), state_.end(), Accum{0});
-    for (int64_t i = 0; p_.initial_state.data != nullptr && i < p_.K; ++i) {
-      gather(element_of<const Accum>(p_.initial_state, batch, head, i, column),
-             p_.initial_state.stride[3], columns, &state_[i * kColumns]);
-    }
+    load_state(p_.initial_state, batch, head, column, columns, state_.data());
     for (int64_t start = 0; start < p_.T; start += kChunkSteps) {
+      const Chunk<Accum> chunk = load_chunk(batch, start, head, column);
+      run_widest(Advance<Accum>{chunk});
       const int64_t steps = std::min(kChunkSteps, p_.T - start);
-      chunk.steps = (steps + kUnrolledSteps - 1) / kUnrolledSteps * kUnrolledSteps;
-      chunk.q = rows(p_.q, batch, start, head, steps, chunk.steps, q_, chunk.q_stride);
-      chunk.k = rows(p_.k, batch, start, head, steps, chunk.steps, k_, chunk.k_stride);
-      fill_columns(batch, start, head, column, steps, columns);
-      advance(chunk);
       for (int64_t t = 0; t < steps; ++t) {
         Element* y = element_of<Element>(p_.y, batch, start + t, head, column);
         const Accum scale = static_cast<Accum>(p_.scale);
@@ -1207,19 +1278,117 @@ class Walker {
         }
       }
     }
-    for (int64_t i = 0; p_.final_state.data != nullptr && i < p_.K; ++i) {
-      Accum* final_state = element_of<Accum>(p_.final_state, batch, head, i, column);
-      std::copy_n(&state_[i * kColumns], columns, final_state);
+    store_state(state_.data(), p_.final_state, batch, head, column, columns);
+  }
+
+  // All columns of one (batch, head): dq and dk are sums over them.
+  void walk_back(const Gradients<int64_t>& grads, int64_t batch, int64_t head) {
+    const int64_t chunks = (p_.T + kChunkSteps - 1) / kChunkSteps;
+    std::vector<Accum> dq(chunks * kChunkSteps * p_.K);
+    std::vector<Accum> dk(chunks * kChunkSteps * p_.K);
+    std::vector<Accum> before(chunks * p_.K * kColumns);  // the states before the chunks
+    std::vector<Accum> states((kChunkSteps + 1) * p_.K * kColumns);
+    std::vector<Accum> flow(p_.K * kColumns);
+    Accum dy[kChunkSteps * kColumns];
+    Accum dv[kChunkSteps * kColumns];
+    Accum dgate[kChunkSteps * kColumns];
+    for (int64_t column = 0; column < p_.V; column += kColumns) {
+      const int64_t columns = std::min(kColumns, p_.V - column);
+      load_state(p_.initial_state, batch, head, column, columns, state_.data());
+      for (int64_t n = 0; n < chunks; ++n) {
+        std::copy(state_.begin(), state_.end(), before.begin() + n * p_.K * kColumns);
+        if (n + 1 == chunks) break;
+        const Chunk<Accum> chunk = load_chunk(batch, n * kChunkSteps, head, column);
+        run_widest(Advance<Accum>{chunk});
+      }
+      load_state(grads.dfinal_state, batch, head, column, columns, flow.data());
+      for (int64_t n = chunks - 1; n >= 0; --n) {
+        const int64_t start = n * kChunkSteps;
+        const int64_t steps = std::min(kChunkSteps, p_.T - start);
+        const Chunk<Accum> chunk = load_chunk(batch, start, head, column);
+        std::fill_n(dy, kChunkSteps * kColumns, Accum{0});
+        for (int64_t t = 0; grads.dy.data != nullptr && t < steps; ++t) {
+          gather(element_of<const Element>(grads.dy, batch, start + t, head, column),
+                 grads.dy.stride[3], columns, dy + t * kColumns);
+        }
+        for (Accum& each : dy) each *= static_cast<Accum>(p_.scale);
+        std::copy_n(before.begin() + n * p_.K * kColumns, p_.K * kColumns, states.begin());
+        run_widest(Retreat<Accum>{chunk, dy, states.data(), flow.data(), &dq[start * p_.K],
+                                  &dk[start * p_.K], dv, dgate});
+        for (int64_t t = 0; t < steps; ++t) {
+          store(dv + t * kColumns, grads.dv, batch, start + t, head, column, columns);
+          if (grads.dgate.data == nullptr) continue;
+          Accum* out = element_of<Accum>(grads.dgate, batch, start + t, head, column);
+          for (int64_t m = 0; m < columns; ++m) {
+            out[m] = dgate[t * kColumns + m] * (p_.log_gate ? gate_[t * kColumns + m] : 1);
+          }
+        }
+      }
+      store_state(flow.data(), grads.dinitial_state, batch, head, column, columns);
+    }
+    for (int64_t t = 0; t < p_.T; ++t) {
+      store(&dq[t * p_.K], grads.dq, batch, t, head, 0, p_.K);
+      store(&dk[t * p_.K], grads.dk, batch, t, head, 0, p_.K);
     }
   }
 
  private:
   static constexpr int64_t kColumns = Chunk<Accum>::kColumns;
 
+  void load_state(const View<int64_t>& view, int64_t batch, int64_t head, int64_t column,
+                  int64_t columns, Accum* to) const {
+    std::fill_n(to, p_.K * kColumns, Accum{0});
+    for (int64_t i = 0; view.data != nullptr && i < p_.K; ++i) {
+      gather(element_of<const Accum>(view, batch, head, i, column), view.stride[3], columns,
+             to + i * kColumns);
+    }
+  }
+
+  void store_state(const Accum* from, const View<int64_t>& view, int64_t batch, int64_t head,
+                   int64_t column, int64_t columns) const {
+    for (int64_t i = 0; view.data != nullptr && i < p_.K; ++i) {
+      std::copy_n(from + i * kColumns, columns, element_of<Accum>(view, batch, head, i, column));
+    }
+  }
+
+  void store(const Accum* from, const View<int64_t>& view, int64_t batch, int64_t t, int64_t head,
+             int64_t channel, int64_t count) const {
+    if (view.data == nullptr) return;
+    Element* to = element_of<Element>(view, batch, t, head, channel);
+    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<Element>(from[i]);
+  }
+
+  // The chunk that begins at step `start`, its state in state_. Where there is no step or column
+  // the value is 0 and the gate 1, which leaves a state as it is.
+  Chunk<Accum> load_chunk(int64_t batch, int64_t start, int64_t head, int64_t column) {
+    const int64_t steps = std::min(kChunkSteps, p_.T - start);
+    const int64_t columns = std::min(kColumns, p_.V - column);
+    Chunk<Accum> chunk;
+    chunk.rows = p_.K;
+    chunk.steps = (steps + kUnrolledSteps - 1) / kUnrolledSteps * kUnrolledSteps;
+    chunk.q = load_rows(p_.q, batch, start, head, steps, chunk.steps, q_, chunk.q_stride);
+    chunk.k = load_rows(p_.k, batch, start, head, steps, chunk.steps, k_, chunk.k_stride);
+    chunk.v = v_;
+    chunk.gate = gate_;
+    chunk.y = y_;
+    chunk.state = state_.data();
+    std::fill_n(v_, kChunkSteps * kColumns, Accum{0});
+    std::fill_n(gate_, kChunkSteps * kColumns, Accum{1});
+    for (int64_t t = 0; t < steps; ++t) {
+      gather(element_of<const Element>(p_.v, batch, start + t, head, column), p_.v.stride[3],
+             columns, v_ + t * kColumns);
+      Accum* gate = gate_ + t * kColumns;
+      gather(element_of<const Gate>(p_.gate, batch, start + t, head, column), p_.gate.stride[3],
+             columns, gate);
+      for (int64_t m = 0; p_.log_gate && m < columns; ++m) gate[m] = std::exp(gate[m]);
+    }
+    return chunk;
+  }
+
   // The chunk's rows of q or k: where they are, if they can be used there, else a copy.
-  const Accum* rows(const View<int64_t>& view, int64_t batch, int64_t start, int64_t head,
-                    int64_t steps, int64_t padded_steps, std::vector<Accum>& buffer,
-                    int64_t& stride) const {
+  const Accum* load_rows(const View<int64_t>& view, int64_t batch, int64_t start, int64_t head,
+                         int64_t steps, int64_t padded_steps, std::vector<Accum>& buffer,
+                         int64_t& stride) const {
     if constexpr (std::is_same_v<Element, Accum>) {
       if (view.stride[3] == 1 && steps == padded_steps) {
         stride = view.stride[1];
@@ -1235,22 +1404,6 @@ class Walker {
     return buffer.data();
   }
 
-  // The chunk's tile of v and gate. Where there is no step or column the value is 0 and the gate 1,
-  // which leaves a state as it is.
-  void fill_columns(int64_t batch, int64_t start, int64_t head, int64_t column, int64_t steps,
-                    int64_t columns) {
-    std::fill_n(v_, kChunkSteps * kColumns, Accum{0});
-    std::fill_n(gate_, kChunkSteps * kColumns, Accum{1});
-    for (int64_t t = 0; t < steps; ++t) {
-      gather(element_of<const Element>(p_.v, batch, start + t, head, column), p_.v.stride[3],
-             columns, v_ + t * kColumns);
-      Accum* gate = gate_ + t * kColumns;
-      gather(element_of<const Gate>(p_.gate, batch, start + t, head, column), p_.gate.stride[3],
-             columns, gate);
-      for (int64_t m = 0; p_.log_gate && m < columns; ++m) gate[m] = std::exp(gate[m]);
-    }
-  }
-
   const Params& p_;
   std::vector<Accum> q_;
   std::vector<Accum> k_;
@@ -1260,38 +1413,44 @@ class Walker {
   Accum y_[kChunkSteps * kColumns];
 };
 
+// Forward without `grads`, backward with them.
 template <typename Element, typename Gate, typename Accum>
-void run_on_cpu(const Params& p) {
-  const int64_t tiles = (p.V + Chunk<Accum>::kColumns - 1) / Chunk<Accum>::kColumns;
+void run_on_cpu(const Params& p, const Gradients<int64_t>* grads) {
+  constexpr int64_t kColumns = Chunk<Accum>::kColumns;
+  const int64_t tiles = grads != nullptr ? 1 : (p.V + kColumns - 1) / kColumns;
   const int64_t grain = std::max<int64_t>(1, 2048 / std::max<int64_t>(1, p.T * p.K));
   at::parallel_for(0, p.B * p.H * tiles, grain, [&](int64_t begin, int64_t end) {
     Walker<Element, Gate, Accum> walker(p);
     for (int64_t item = begin; item < end; ++item) {
       const int64_t head = item / tiles;
-      walker.walk(head / p.H, head % p.H, item % tiles * Chunk<Accum>::kColumns);
+      if (grads != nullptr) {
+        walker.walk_back(*grads, head / p.H, head % p.H);
+      } else {
+        walker.walk(head / p.H, head % p.H, item % tiles * kColumns);
+      }
     }
   });
 }
 
 template <typename Element>
-void run_half_on_cpu(const Params& p) {
+void run_half_on_cpu(const Params& p, const Gradients<int64_t>* grads) {
   if (p.gate_dtype == Dtype::kFloat32) {
-    run_on_cpu<Element, float, float>(p);
+    run_on_cpu<Element, float, float>(p, grads);
   } else {
-    run_on_cpu<Element, Element, float>(p);
+    run_on_cpu<Element, Element, float>(p, grads);
   }
 }
 
-void forward_on_cpu(const Params& p) {
+void run_on_cpu(const Params& p, const Gradients<int64_t>* grads) {
   switch (p.dtype) {
     case Dtype::kFloat32:
-      return run_on_cpu<float, float, float>(p);
+      return run_on_cpu<float, float, float>(p, grads);
     case Dtype::kFloat64:
-      return run_on_cpu<double, double, double>(p);
+      return run_on_cpu<double, double, double>(p, grads);
     case Dtype::kFloat16:
-      return run_half_on_cpu<at::Half>(p);
+      return run_half_on_cpu<at::Half>(p, grads);
     case Dtype::kBFloat16:
-      return run_half_on_cpu<at::BFloat16>(p);
+      return run_half_on_cpu<at::BFloat16>(p, grads);
   }
 }
 
@@ -1312,17 +1471,29 @@ Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device) 
   return at::detail::empty_cpu(sizes, dtype);
 }
 
+// Makes a tensor's device the current one.
+class OnDevice {
+ public:
+  explicit OnDevice(at::Device device) {
+#ifdef GATED_DELTA_WITH_CUDA
+    if (device.is_cuda()) guard_.set_device(device);
+#else
+    if (device.is_cpu()) return;
+    refuse_value("q", "be on the CPU: this build has no CUDA kernels", device.str());
+#endif
+  }
+
+#ifdef GATED_DELTA_WITH_CUDA
+ private:
+  c10::cuda::OptionalCUDAGuard guard_;
+#endif
+};
+
 // Returns y and the final state, which is an undefined tensor when it isn't asked for.
 std::pair<Tensor, Tensor> forward(const Inputs& in) {
   Params p = describe(in);
   const at::Device device = in.q.device();
-#ifdef GATED_DELTA_WITH_CUDA
-  c10::cuda::OptionalCUDAGuard guard;
-  if (device.is_cuda()) guard.set_device(device);
-#else
-  if (!device.is_cpu())
-    refuse_value("q", "be on the CPU: this build has no CUDA kernels", device.str());
-#endif
+  const OnDevice on_device(device);
   const Tensor y = allocate({p.B, p.T, p.H, p.V}, in.q.scalar_type(), device);
   p.y = contiguous_view(y.mutable_data_ptr(), p.T, p.H, p.V);
   Tensor final_state;
@@ -1339,7 +1510,7 @@ std::pair<Tensor, Tensor> forward(const Inputs& in) {
   }
   if (y.numel() == 0) return {y, final_state};
   if (device.is_cpu()) {
-    forward_on_cpu(p);
+    run_on_cpu(p, nullptr);
   }
 #ifdef GATED_DELTA_WITH_CUDA
   else {
@@ -1354,6 +1525,73 @@ std::pair<Tensor, Tensor> forward(const Inputs& in) {
   return {y, final_state};
 }
 
+using Needed = std::array<bool, 5>;  // the gradients of q, k, v, gate and initial_state
+
+// Checks a gradient that comes in and returns its description.
+View<int64_t> describe_gradient(const std::optional<Tensor>& tensor, const char* name,
+                                at::IntArrayRef shape, at::ScalarType dtype, const Tensor& q) {
+  View<int64_t> view;
+  if (!tensor) return view;
+  if (tensor->scalar_type() != dtype) refuse_type(name, "be " + text(dtype), tensor->scalar_type());
+  check_device(*tensor, name, q);
+  if (tensor->sizes() != shape)
+    refuse_value(name, "have shape " + text(shape), text(tensor->sizes()));
+  view.data = const_cast<void*>(tensor->const_data_ptr());
+  for (int64_t axis = 0; axis < 4; ++axis) view.stride[axis] = tensor->stride(axis);
+  return view;
+}
+
+// Returns the needed gradients; the others are undefined tensors.
+std::array<Tensor, 5> backward(const Inputs& in, const std::optional<Tensor>& dy,
+                               const std::optional<Tensor>& dfinal_state, const Needed& needed) {
+  const Params p = describe(in);
+  const at::Device device = in.q.device();
+  const OnDevice on_device(device);
+  const at::ScalarType dtype = in.q.scalar_type();
+  const int64_t values[4] = {p.B, p.T, p.H, p.V};
+  const int64_t state[4] = {p.B, p.H, p.K, p.V};
+  Gradients<int64_t> grads;
+  grads.dy = describe_gradient(dy, "dy", values, dtype, in.q);
+  grads.dfinal_state =
+      describe_gradient(dfinal_state, "dfinal_state", state, state_type(in.q), in.q);
+  std::array<Tensor, 5> result;
+  const auto place = [&](int which, at::IntArrayRef shape, at::ScalarType type) {
+    View<int64_t> view;
+    if (!needed[which]) return view;
+    result[which] = allocate(shape, type, device);
+    return contiguous_view(result[which].mutable_data_ptr(), shape[1], shape[2], shape[3]);
+  };
+  grads.dq = place(0, in.q.sizes(), dtype);
+  grads.dk = place(1, in.q.sizes(), dtype);
+  grads.dv = place(2, values, dtype);
+  grads.dgate = place(3, values, state_type(in.q));
+  grads.dinitial_state = place(4, state, state_type(in.q));
+  if (p.B * p.T * p.H * p.K * p.V == 0) {
+    for (Tensor& each : result) {
+      if (each.defined()) each.zero_();
+    }
+    if (p.T == 0 && result[4].defined() && dfinal_state) result[4].copy_(*dfinal_state);
+  } else if (device.is_cpu()) {
+    run_on_cpu(p, &grads);
+  }
+#ifdef GATED_DELTA_WITH_CUDA
+  else {
+    const Tensor scratch = allocate({backward_scratch_bytes(p, grads)}, at::kByte, device);
+    C10_CUDA_CHECK(launch_backward(p, grads, scratch.mutable_data_ptr(),
+                                   c10::cuda::getCurrentCUDAStream(device.index())));
+  }
+#endif
+  if (result[3].defined() && in.gate.sizes() != result[3].sizes()) {
+    std::vector<int64_t> axes;
+    for (int64_t axis = 0; axis < 4; ++axis) {
+      if (in.gate.size(axis) == 1) axes.push_back(axis);
+    }
+    result[3] = result[3].sum(axes, /*keepdim=*/true);
+  }
+  if (result[3].defined()) result[3] = result[3].to(in.gate.scalar_type());
+  return result;
+}
+
 std::tuple<Tensor, Tensor> forward_operator(const Tensor& q, const Tensor& k, const Tensor& v,
                                             const Tensor& gate,
                                             const std::optional<Tensor>& initial_state,
@@ -1364,60 +1602,171 @@ std::tuple<Tensor, Tensor> forward_operator(const Tensor& q, const Tensor& k, co
   return {y, final_state};
 }
 
-// Would PyTorch have to record the call, for a backward or for forward-mode differentiation?
-bool tracks_gradient(const Tensor& tensor) {
-  return (at::GradMode::is_enabled() && tensor.requires_grad()) || tensor._fw_grad(0).defined();
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_operator(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gate,
+    const std::optional<Tensor>& initial_state, const std::optional<Tensor>& dy,
+    const std::optional<Tensor>& dfinal_state, double scale, bool log_gate, Needed needed) {
+  auto result =
+      backward({q, k, v, gate, initial_state, scale, false, log_gate}, dy, dfinal_state, needed);
+  for (Tensor& each : result) {
+    if (!each.defined()) each = allocate({0}, q.scalar_type(), q.device());
+  }
+  return {result[0], result[1], result[2], result[3], result[4]};
 }
 
-// Until the operator has gradients, it refuses rather than lose them.
+// The operators as torch's dispatcher knows them.
+template <typename Signature>
+auto registered(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+const auto& registered_forward() {
+  static const auto handle =
+      registered<decltype(forward_operator)>(GATED_DELTA_STRING(TORCH_EXTENSION_NAME) "::forward");
+  return handle;
+}
+
+const auto& registered_backward() {
+  static const auto handle = registered<decltype(backward_operator)>(
+      GATED_DELTA_STRING(TORCH_EXTENSION_NAME) "::backward");
+  return handle;
+}
+
+// ========================================= Autograd ===========================================
+
+void refuse_tangent(const Tensor& tensor, const char* name) {
+  if (!tensor.defined() || !tensor._fw_grad(0).defined()) return;
+  C10_THROW_ERROR(NotImplementedError, std::string("gated_delta: `") + name +
+                                           "` carries a tangent, but forward-mode differentiation "
+                                           "is not supported; use reverse mode");
+}
+
+// Keeps the inputs and nothing else; the backward computes the states again.
+class ForwardFunction : public torch::autograd::Function<ForwardFunction> {
+ public:
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx,
+                                                const Tensor& q, const Tensor& k, const Tensor& v,
+                                                const Tensor& gate,
+                                                const std::optional<Tensor>& initial_state,
+                                                double scale, bool output_final_state,
+                                                bool log_gate) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    auto [y, final_state] = registered_forward().call(q, k, v, gate, initial_state, scale,
+                                                      output_final_state, log_gate);
+    ctx->save_for_backward({q, k, v, gate, initial_state.value_or(Tensor())});
+    ctx->saved_data["scale"] = scale;
+    ctx->saved_data["log_gate"] = log_gate;
+    ctx->set_materialize_grads(false);
+    if (!output_final_state) ctx->mark_non_differentiable({final_state});
+    return {y, final_state};
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 torch::autograd::variable_list gradients) {
+    const auto saved = ctx->get_saved_variables();
+    const auto optional = [](const Tensor& tensor) {
+      return tensor.defined() ? std::optional<Tensor>(tensor) : std::nullopt;
+    };
+    Needed needed;
+    for (size_t n = 0; n < 5; ++n) needed[n] = saved[n].defined() && ctx->needs_input_grad(n);
+    const auto computed = registered_backward().call(
+        saved[0], saved[1], saved[2], saved[3], optional(saved[4]), optional(gradients[0]),
+        optional(gradients[1]), ctx->saved_data["scale"].toDouble(),
+        ctx->saved_data["log_gate"].toBool(), needed);
+    torch::autograd::variable_list result = {std::get<0>(computed), std::get<1>(computed),
+                                             std::get<2>(computed), std::get<3>(computed),
+                                             std::get<4>(computed)};
+    for (size_t n = 0; n < 5; ++n) {
+      if (!needed[n]) result[n] = Tensor();
+    }
+    result.resize(8);
+    return result;
+  }
+};
+
 std::tuple<Tensor, Tensor> forward_autograd(const Tensor& q, const Tensor& k, const Tensor& v,
                                             const Tensor& gate,
                                             const std::optional<Tensor>& initial_state,
                                             double scale, bool output_final_state, bool log_gate) {
-  const auto check = [](const Tensor& tensor, const char* name) {
-    if (!tracks_gradient(tensor)) return;
-    C10_THROW_ERROR(Error, std::string("gated_delta: `") + name +
-                               "` requires grad, but this version computes no gradients; expected "
-                               "an input that does not require grad, or a call under "
-                               "torch.no_grad()");
-  };
-  check(q, "q");
-  check(k, "k");
-  check(v, "v");
-  check(gate, "gate");
-  if (initial_state) check(*initial_state, "initial_state");
+  refuse_tangent(q, "q");
+  refuse_tangent(k, "k");
+  refuse_tangent(v, "v");
+  refuse_tangent(gate, "gate");
+  refuse_tangent(initial_state.value_or(Tensor()), "initial_state");
+  const auto result =
+      ForwardFunction::apply(q, k, v, gate, initial_state, scale, output_final_state, log_gate);
+  return {result[0], result[1]};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_autograd(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gate,
+    const std::optional<Tensor>& initial_state, const std::optional<Tensor>& dy,
+    const std::optional<Tensor>& dfinal_state, double scale, bool log_gate, Needed needed) {
+  for (const Tensor& each : {q, k, v, gate, initial_state.value_or(Tensor()), dy.value_or(Tensor()),
+                             dfinal_state.value_or(Tensor())}) {
+    if (!each.defined() || !at::GradMode::is_enabled() || !each.requires_grad()) continue;
+    C10_THROW_ERROR(NotImplementedError,
+                    "gated_delta: gradients of gradients are not supported; call backward without "
+                    "create_graph=True");
+  }
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow(GATED_DELTA_STRING(TORCH_EXTENSION_NAME) "::forward", "")
-          .typed<decltype(forward_operator)>();
-  return op.call(q, k, v, gate, initial_state, scale, output_final_state, log_gate);
+  return registered_backward().call(q, k, v, gate, initial_state, dy, dfinal_state, scale, log_gate,
+                                    needed);
+}
+
+// Under autocast float32 q, k and v take the cheap type; gate and states stay as they are.
+std::tuple<Tensor, Tensor> forward_autocast(const Tensor& q, const Tensor& k, const Tensor& v,
+                                            const Tensor& gate,
+                                            const std::optional<Tensor>& initial_state,
+                                            double scale, bool output_final_state, bool log_gate) {
+  const at::DeviceType device = q.device().type();
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(
+      c10::DispatchKeySet({c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA}));
+  const auto cast = [&](const Tensor& tensor) {
+    if (tensor.scalar_type() != at::kFloat) return tensor;
+    return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), tensor, device);
+  };
+  return registered_forward().call(cast(q), cast(k), cast(v), gate, initial_state, scale,
+                                   output_final_state, log_gate);
 }
 
 GATED_DELTA_LIBRARY(TORCH_EXTENSION_NAME, m) {
   m.def(
-      "forward(Tensor q, Tensor k, Tensor v, Tensor gate, Tensor? initial_state, float scale, bool "
-      "output_final_state, "
-      "bool log_gate) -> (Tensor y, Tensor final_state)",
+      "forward(Tensor q, Tensor k, Tensor v, Tensor gate, Tensor? initial_state, float scale, "
+      "bool output_final_state, bool log_gate) -> (Tensor y, Tensor final_state)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "backward(Tensor q, Tensor k, Tensor v, Tensor gate, Tensor? initial_state, Tensor? dy, "
+      "Tensor? dfinal_state, float scale, bool log_gate, bool[5] needed) -> "
+      "(Tensor dq, Tensor dk, Tensor dv, Tensor dgate, Tensor dinitial_state)",
       {at::Tag::pt2_compliant_tag});
 }
 
 GATED_DELTA_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, m) {
   m.impl("forward", forward_operator);
+  m.impl("backward", backward_operator);
 }
 GATED_DELTA_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, m) {
   m.impl("forward", forward_operator);
+  m.impl("backward", backward_operator);
 }
 GATED_DELTA_LIBRARY_IMPL(TORCH_EXTENSION_NAME, Autograd, m) {
   m.impl("forward", forward_autograd);
+  m.impl("backward", backward_autograd);
+}
+GATED_DELTA_LIBRARY_IMPL(TORCH_EXTENSION_NAME, AutocastCPU, m) {
+  m.impl("forward", forward_autocast);
+}
+GATED_DELTA_LIBRARY_IMPL(TORCH_EXTENSION_NAME, AutocastCUDA, m) {
+  m.impl("forward", forward_autocast);
 }
 
 // =================================== The short way from Python ================================
 //
 // A small problem takes the GPU 3 us, the road through torch.ops and the dispatcher twice that.
-// `call` goes straight to `forward` when nothing between the two has a stake in the call: plain
-// tensors, no gradient to record, no tracing, autocast, functorch transform, dispatch mode or
-// profiler. Otherwise it returns NotImplemented, and Python takes the road.
+// `call` goes straight to `forward`, or to autograd's function around it, when nothing between has
+// a stake in the call: plain tensors, no tracing, autocast, functorch transform, dispatch mode,
+// tangent or profiler. Otherwise it returns NotImplemented, and Python takes the road.
 
 bool plain(const Tensor& tensor) {
   using c10::DispatchKey;
@@ -1437,12 +1786,14 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   bool straight = !at::impl::torch_function_mode_enabled() && !at::hasCallbacks() &&
                   (PyFloat_Check(arguments[4]) || PyLong_CheckExact(arguments[4])) &&
                   PyBool_Check(arguments[6]) && PyBool_Check(arguments[7]);
+  bool records = false;
   for (int n = 0; n < 6; ++n) {
     if (n == 4 || (n == 5 && !has_state)) continue;
     straight = straight && THPVariable_CheckExact(arguments[n]);
     if (!straight) break;
     const Tensor& tensor = THPVariable_Unpack(arguments[n]);
-    straight = plain(tensor) && !tracks_gradient(tensor);
+    straight = plain(tensor) && !tensor._fw_grad(0).defined();
+    records = records || (at::GradMode::is_enabled() && tensor.requires_grad());
 #ifndef GATED_DELTA_WITH_CUDA
     straight = straight && tensor.device().is_cpu();
 #endif
@@ -1461,7 +1812,13 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   std::pair<Tensor, Tensor> result;
   {
     pybind11::gil_scoped_release no_gil;
-    result = forward(in);
+    if (records) {
+      auto outputs = ForwardFunction::apply(in.q, in.k, in.v, in.gate, in.initial_state, in.scale,
+                                            in.output_final_state, in.log_gate);
+      result = {outputs[0], in.output_final_state ? outputs[1] : Tensor()};
+    } else {
+      result = forward(in);
+    }
   }
   PyObject* y = THPVariable_Wrap(result.first);
   PyObject* final_state =
@@ -1757,6 +2114,7 @@ def _load_library():
     if not hasattr(library, "fake_forward"):
         library.fake_forward = _fake_forward
         torch.library.register_fake(f"{name}::forward", _fake_forward)
+        torch.library.register_fake(f"{name}::backward", _fake_backward)
     return library, path, lacks
 
 
@@ -1765,8 +2123,8 @@ def _load_library():
 # ==================================================================================================================
 
 
-def _fake_forward(q, k, v, gate, initial_state, scale, output_final_state, log_gate):
-    """Shapes and dtypes of the results, for torch.compile, fake and meta tensors."""
+def _check_shapes(q, k, v, gate, initial_state) -> None:
+    """What the C++ side checks of real tensors, for fake and meta tensors."""
 
     def check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], may_broadcast: bool = False) -> None:
         fits = tensor.dim() == len(shape)
@@ -1788,9 +2146,31 @@ def _fake_forward(q, k, v, gate, initial_state, scale, output_final_state, log_g
     check("gate", gate, (B, T, H, V), may_broadcast=True)
     if initial_state is not None:
         check("initial_state", initial_state, (B, H, K, V))
-    state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _state_dtype(q: torch.Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _fake_forward(q, k, v, gate, initial_state, scale, output_final_state, log_gate):
+    """Shapes and dtypes of the results, for torch.compile, fake and meta tensors."""
+    _check_shapes(q, k, v, gate, initial_state)
+    B, _, H, K = q.shape
+    state_shape = (B, H, K, v.shape[3]) if output_final_state else (0,)
     y = torch.empty(v.shape, dtype=q.dtype, device=q.device)
-    return y, torch.empty((B, H, K, V) if output_final_state else (0,), dtype=state_dtype, device=q.device)
+    return y, torch.empty(state_shape, dtype=_state_dtype(q), device=q.device)
+
+
+def _fake_backward(q, k, v, gate, initial_state, dy, dfinal_state, scale, log_gate, needed):
+    """Likewise for the gradients."""
+    _check_shapes(q, k, v, gate, initial_state)
+    B, _, H, K = q.shape
+    shapes = (q.shape, k.shape, v.shape, gate.shape, (B, H, K, v.shape[3]))
+    dtypes = (q.dtype, q.dtype, q.dtype, gate.dtype, _state_dtype(q))
+    return tuple(
+        torch.empty(shape if wanted else (0,), dtype=dtype if wanted else q.dtype, device=q.device)
+        for shape, dtype, wanted in zip(shapes, dtypes, needed, strict=True)
+    )
 
 
 def _check_kinds(q, k, v, gate, scale, initial_state, output_final_state, log_gate) -> None:
@@ -1846,7 +2226,11 @@ def gated_delta(
     Errors:
         TypeError: an argument is no tensor, or its dtype is unsupported or doesn't go with q's.
         ValueError: a rank, shape or device doesn't go with q's.
-        RuntimeError: an input requires grad while grad mode is on (no gradients yet); no CUDA kernels for CUDA tensors.
+        NotImplementedError: forward-mode differentiation, or a gradient of a gradient.
+        RuntimeError: CUDA tensors, but the library was built without CUDA kernels.
+
+    Differentiable in q, k, v, gate and initial_state. The gate's gradient is a sum of products like everything else, so
+    it is as exact at gates of 0 as anywhere. Kept for the backward: the inputs.
 
     This is what flash-linear-attention calls `gv` gating and the k-sweep of Gated Slot Attention (arXiv:2409.07146). It
     has no delta rule: for Gated DeltaNet (arXiv:2412.06464) it is the wrong operator.
@@ -1883,4 +2267,5 @@ else:
     _library, LIBRARY, _LACKS = _load_library()
     _call = _library.call
     OPERATOR = getattr(torch.ops, _library.__name__).forward.default
+    OPERATOR_BACKWARD = getattr(torch.ops, _library.__name__).backward.default
     HAS_CUDA = not _library.__name__.endswith("_cpu")
