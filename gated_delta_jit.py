@@ -85,7 +85,6 @@ struct Gradients {
   View<Index> dq, dk, dv;  // q's dtype
   View<Index> dgate;       // (B, T, H, V) in the state's type, not yet summed over broadcast axes
   View<Index> dinitial_state;  // the state's type
-  View<Index> checkpoints;     // (B, H, sweeps, K * V) states before each sweep but the first
 };
 
 // Rows of the state that one kernel launch handles. Larger K is cut in slices whose outputs add up
@@ -104,6 +103,7 @@ CUDA_SOURCE = SHARED_SOURCE + r"""
 
 #include <algorithm>
 #include <type_traits>
+#include <utility>
 
 namespace gated_delta {
 namespace {
@@ -161,7 +161,7 @@ struct alignas(sizeof(T) * kCount) Pack {
   T at[kCount];
 };
 
-constexpr int largest_pack(int count, int bytes_each) {
+__host__ __device__ constexpr int largest_pack(int count, int bytes_each) {
   int pack = 1;
   while (count % (2 * pack) == 0 && 2 * pack * bytes_each <= 16) pack *= 2;
   return pack;
@@ -213,19 +213,18 @@ struct SimtTraits {
   static constexpr bool kPacked = kPacked_;
   using Index = std::conditional_t<kPacked, int32_t, int64_t>;
   static constexpr int kTileColumns = kColumnGroups * kColumns;
-  static constexpr int kTileRows = kRowGroups * kRows;
   static constexpr int kRowPack = largest_pack(kRows, sizeof(Element));
   static constexpr int kColumnPack = largest_pack(kColumns, sizeof(Accum) > 4 ? 8 : 4);
   static constexpr int kStateWords =
       kRows * kColumns + kColumns;  // a lane's state and its product of gates
   static constexpr int kStatePack = largest_pack(kStateWords, sizeof(Accum));
   static constexpr int kStateLanes = kRowGroups * kColumnGroups;
-  static constexpr int kOutputs =
-      kSteps * kColumns / kRowGroups;  // outputs that a lane stores per sweep
+  // Outputs of a lane per sweep once they are summed; kSharers lanes end with the same ones.
+  static constexpr int kValues = kSteps * kColumns;
+  static constexpr int kOutputs = kValues > kRowGroups ? kValues / kRowGroups : 1;
+  static constexpr int kSharers = kRowGroups * kOutputs / kValues;
   static constexpr int kOutputPack = kOutputs < kColumns ? kOutputs : kColumns;
   static_assert(kRowGroups * kTimeGroups * kColumnGroups == 32, "lanes fill a warp");
-  static_assert(kOutputs * kRowGroups == kSteps * kColumns,
-                "every lane stores the same number of outputs");
   static_assert(kColumnPack == kColumns, "a lane's columns travel in one load");
 };
 
@@ -384,13 +383,16 @@ struct Stretch {
   }
 };
 
-// Stage E: sums over the row groups. Each exchange halves what a lane still holds: the lane of row
-// group r ends with values r * kOutputs ... of the flattened (step, column) list in y[0 ...
-// kOutputs).
+// Sums kHeld values over 2 * kMask lanes. Each exchange halves what a lane still holds: lane r ends
+// with the sums of values r * kHeld / (2 * kMask) ... of its list in front. If there are more lanes
+// than values, neighbours end with the same one.
 template <int kHeld, int kMask, typename Accum>
 __device__ __forceinline__ void reduce_rows(Accum* y, int row_group) {
   if constexpr (kMask > 0) {
     constexpr int kHalf = kHeld / 2;
+    if constexpr (kHalf == 0) {
+      y[0] += __shfl_xor_sync(~0u, y[0], kMask);
+    }
     const bool upper = row_group & kMask;
 #pragma unroll
     for (int n = 0; n < kHalf; ++n) {
@@ -399,7 +401,7 @@ __device__ __forceinline__ void reduce_rows(Accum* y, int row_group) {
       const Accum received = __shfl_xor_sync(~0u, upper ? low : high, kMask);
       y[n] = (upper ? high : low) + received;
     }
-    reduce_rows<kHalf, kMask / 2>(y, row_group);
+    reduce_rows<(kHalf > 0 ? kHalf : 1), kMask / 2>(y, row_group);
   }
 }
 
@@ -603,7 +605,8 @@ __global__ void __launch_bounds__(Traits::kMaxWarps * 32)
     reduce_rows<kSteps * kColumns, Traits::kRowGroups / 2>(y, row_group);
 #pragma unroll
     for (int n = 0; n < Traits::kOutputs; n += Traits::kOutputPack) {
-      const int flat = row_group * Traits::kOutputs + n;
+      if (row_group % Traits::kSharers != 0) break;
+      const int flat = row_group / Traits::kSharers * Traits::kOutputs + n;
       const int c = flat / kColumns;
       const int m = flat % kColumns;
       Element* out = element_of<Element>(p.y, batch, Index(start + c), head, Index(column + m));
@@ -641,6 +644,530 @@ __global__ void __launch_bounds__(Traits::kMaxWarps * 32)
         if (owns(i, m))
           *element_of<Accum>(p.final_state, batch, head, row, Index(column + m)) =
               stretch.state[i][m];
+      }
+    }
+  }
+}
+
+// ===================================== SIMT backward ==========================================
+//
+// With S_t as in the forward and R_t = dL/dS_t = scale * q_t dy_t^T + R_{t+1} diag(gate_{t+1}),
+//
+//   dq_t = scale * S_t dy_t   dk_t = R_t v_t   dv_t = R_t^T k_t   dgate_t[j] = sum_i S_{t-1} R_t
+//
+// S and R are recurrences on every element (i, j) alone, forward and backward in time; only the
+// four sums mix elements. dv and dgate sum over rows, dq and dk over columns. So there are two
+// kinds of blocks: one owns columns and sums over all rows, the other owns rows and sums over all
+// columns. Each computes S and R of its own elements; nothing is added up across blocks.
+//
+// Time is cut in sweeps, one block each, all in parallel. Within a sweep lanes own kSteps steps and
+// scan as in the forward, S from the front and R from the back. If there are several sweeps, a
+// first kernel writes what each does to a state and to a gradient, and a second chains these.
+
+// Gate of one step and column as a number.
+template <typename Element, typename Accum>
+__device__ __forceinline__ Accum gate_at(const Params& p, int64_t batch, int64_t step, int64_t head,
+                                         int64_t column) {
+  const bool like_q = sizeof(Element) >= 4 || p.gate_dtype == p.dtype;
+  const Accum gate = like_q
+                         ? to_accum(*element_of<const Element>(p.gate, batch, step, head, column))
+                         : to_accum(*element_of<const float>(p.gate, batch, step, head, column));
+  return p.log_gate ? exponential(gate) : gate;
+}
+
+enum class Own { kColumns, kRows };
+
+template <typename Element_, typename Accum_, Own kOwn_, int kSumGroups_, int kSummed_,
+          int kTimeGroups_, int kOwned_, int kSteps_, int kMaxWarps_>
+struct BackwardTraits {
+  using Element = Element_;
+  using Accum = Accum_;
+  static constexpr Own kOwn = kOwn_;
+  static constexpr int kSumGroups = kSumGroups_;  // lanes over the axis that is summed
+  static constexpr int kSummed = kSummed_;        // a lane's share of that axis
+  static constexpr int kTimeGroups = kTimeGroups_;
+  static constexpr int kOwnGroups = 32 / (kSumGroups * kTimeGroups);
+  static constexpr int kOwned = kOwned_;  // a lane's share of the axis that the block owns
+  static constexpr int kSteps = kSteps_;
+  static constexpr int kMaxWarps = kMaxWarps_;
+  static constexpr int kTileOwned = kOwnGroups * kOwned;
+  static constexpr int kStateLanes = kSumGroups * kOwnGroups;
+  static constexpr bool kColumns = kOwn == Own::kColumns;
+  static constexpr int kRowCount = kColumns ? kSummed : kOwned;     // a lane's rows
+  static constexpr int kColumnCount = kColumns ? kOwned : kSummed;  // a lane's columns
+  static constexpr int kElements = kSummed * kOwned;
+  static constexpr int kWords = 2 * kElements + kColumnCount;
+  static constexpr int kValues = kSteps * kOwned;  // of each output, before the sum over lanes
+  static constexpr int kOutputs = kValues > kSumGroups ? kValues / kSumGroups : 1;
+  static constexpr int kSharers = kSumGroups * kOutputs / kValues;  // lanes with the same outputs
+  static_assert(kSumGroups * kTimeGroups * kOwnGroups == 32, "lanes fill a warp");
+};
+
+// A launch of one kind of block: which part of the summed axis it covers, and where sweeps lie.
+struct BackwardLaunch {
+  Slice slice;
+  int64_t sweeps = 1;
+  int64_t sweep_steps = 0;
+  int64_t batch = 0;  // at which this grid begins
+  int64_t tile = 0;
+  bool packed = false;       // operands move in packs along the last axis
+  void* states = nullptr;    // (B, H, sweeps, K, V): what precedes each sweep
+  void* flows = nullptr;     // (B, H, sweeps, K, V): what flows back into each sweep's last state
+  void* decays = nullptr;    // (B, H, sweeps, V): products of gates
+  View<int64_t> partial[4];  // sums so far of the block's two outputs; of the other kind's
+  int64_t row = 0;           // of the whole problem, at which this part's rows begin
+  int64_t column = 0;
+  int64_t all_rows = 0;  // the whole problem's K and V
+  int64_t all_columns = 0;
+};
+
+// kCount elements at kSteps steps along one operand's last axis, dealt to `groups` lanes in packs.
+template <typename Source, int kSteps, int kCount, typename Accum>
+__device__ __forceinline__ void load_axis(Accum (&out)[kSteps][kCount], const View<int64_t>& view,
+                                          const Source* first, int group, int groups, int steps,
+                                          int64_t limit, bool packed) {
+  constexpr int kPack = largest_pack(kCount, sizeof(Source));
+#pragma unroll
+  for (int c = 0; c < kSteps; ++c) {
+    const Source* step = first + c * view.stride[1];
+#pragma unroll
+    for (int n = 0; n < kCount; n += kPack) {
+      const int index = (n / kPack * groups + group) * kPack;
+      Pack<Source, kPack> pack = {};
+      if (packed) {
+        if (c < steps && index < limit)
+          pack = *reinterpret_cast<const Pack<Source, kPack>*>(step + index);
+      } else {
+#pragma unroll
+        for (int e = 0; e < kPack; ++e) {
+          if (c < steps && index + e < limit) pack.at[e] = step[(index + e) * view.stride[3]];
+        }
+      }
+#pragma unroll
+      for (int e = 0; e < kPack; ++e) out[c][n + e] = to_accum(pack.at[e]);
+    }
+  }
+}
+
+// A lane's part of a sweep: its place, its operands, and the scan over the sweep's other lanes.
+template <class Traits>
+struct BackwardLane {
+  using Element = typename Traits::Element;
+  using Accum = typename Traits::Accum;
+  static constexpr int kSteps = Traits::kSteps;
+  static constexpr int kSummed = Traits::kSummed;
+  static constexpr int kOwned = Traits::kOwned;
+  static constexpr int kRowCount = Traits::kRowCount;
+  static constexpr int kColumnCount = Traits::kColumnCount;
+
+  int warp, warps, sum_group, time_group, state_lane, own_group;
+  int64_t batch, head, sweep, owned, start;  // `owned`: first index of the lane's own axis
+  int steps;
+
+  Accum k[kSteps][kRowCount];
+  Accum q[kSteps][kRowCount];
+  Accum v[kSteps][kColumnCount];
+  Accum gate[kSteps][kColumnCount];
+  Accum dy[kSteps][kColumnCount];  // times scale
+
+  Accum decay[kColumnCount];     // product of a stretch's gates
+  Accum state[kSummed][kOwned];  // what the stretch adds to a state at its end
+  Accum flow[kSummed][kOwned];   // and to a gradient that flows back, at its start
+
+  // Index of the n-th summed element, as load_axis deals them.
+  __device__ __forceinline__ int64_t summed_index(int n) const {
+    constexpr int kPack = largest_pack(kSummed, sizeof(Element));
+    return (n / kPack * Traits::kSumGroups + sum_group) * kPack + n % kPack;
+  }
+  __device__ __forceinline__ int64_t row_of(int a, int b) const {
+    return Traits::kColumns ? summed_index(a) : owned + b;
+  }
+  __device__ __forceinline__ int64_t column_of(int a, int b) const {
+    return Traits::kColumns ? owned + b : summed_index(a);
+  }
+  static __device__ __forceinline__ int row_slot(int a, int b) { return Traits::kColumns ? a : b; }
+  static __device__ __forceinline__ int column_slot(int a, int b) {
+    return Traits::kColumns ? b : a;
+  }
+
+  __device__ __forceinline__ BackwardLane(const Params& p, const BackwardLaunch& launch) {
+    const int lane = threadIdx.x % 32;
+    warp = threadIdx.x / 32;
+    warps = blockDim.x / 32;
+    sum_group = lane % Traits::kSumGroups;
+    own_group = lane / Traits::kSumGroups % Traits::kOwnGroups;
+    time_group = lane / Traits::kStateLanes;
+    state_lane = lane % Traits::kStateLanes;
+    head = blockIdx.x / launch.sweeps;
+    sweep = blockIdx.x % launch.sweeps;
+    batch = launch.batch + blockIdx.y;
+    owned = (launch.tile + blockIdx.z) * Traits::kTileOwned + own_group * kOwned;
+    start = sweep * launch.sweep_steps + (warp * Traits::kTimeGroups + time_group) * kSteps;
+    const int64_t end = min(p.T, (sweep + 1) * launch.sweep_steps);
+    steps = static_cast<int>(min(max(end - start, int64_t{0}), int64_t{kSteps}));
+  }
+
+  // Which channel of q and k (v, gate and dy) load_axis starts from, its group, groups and limit.
+  template <typename Source, int kCount>
+  __device__ __forceinline__ void load_row_axis(Accum (&out)[kSteps][kCount],
+                                                const View<int64_t>& view, const Params& p,
+                                                bool packed) const {
+    const int64_t channel = Traits::kColumns ? 0 : owned;
+    const Source* first = element_of<const Source>(view, batch, start, head, channel);
+    load_axis<Source>(out, view, first, Traits::kColumns ? sum_group : 0,
+                      Traits::kColumns ? Traits::kSumGroups : 1, steps, p.K - channel, packed);
+  }
+  template <typename Source, int kCount>
+  __device__ __forceinline__ void load_column_axis(Accum (&out)[kSteps][kCount],
+                                                   const View<int64_t>& view, const Params& p,
+                                                   bool packed) const {
+    const int64_t channel = Traits::kColumns ? owned : 0;
+    const Source* first = element_of<const Source>(view, batch, start, head, channel);
+    load_axis<Source>(out, view, first, Traits::kColumns ? 0 : sum_group,
+                      Traits::kColumns ? 1 : Traits::kSumGroups, steps, p.V - channel, packed);
+  }
+
+  __device__ __forceinline__ void load(const Params& p, const Gradients<int64_t>& grads,
+                                       bool packed) {
+    load_row_axis<Element>(k, p.k, p, packed);
+    load_column_axis<Element>(v, p.v, p, packed);
+    if (sizeof(Element) >= 4 || p.gate_dtype == p.dtype) {
+      load_column_axis<Element>(gate, p.gate, p, packed);
+    } else {
+      load_column_axis<float>(gate, p.gate, p, packed);
+    }
+    load_row_axis<Element>(q, p.q, p, packed);
+    if (grads.dy.data != nullptr) load_column_axis<Element>(dy, grads.dy, p, packed);
+#pragma unroll
+    for (int c = 0; c < kSteps; ++c) {
+#pragma unroll
+      for (int n = 0; n < kColumnCount; ++n) {
+        if (p.log_gate) gate[c][n] = exponential(gate[c][n]);
+        if (c >= steps) gate[c][n] = 1;
+        dy[c][n] = grads.dy.data != nullptr ? dy[c][n] * static_cast<Accum>(p.scale) : 0;
+      }
+    }
+  }
+
+  // What the lane's own steps do: S_end = decay * S_before + state, and flow into the step before
+  // them = decay * flow into their last + flow.
+  __device__ __forceinline__ void summarize() {
+#pragma unroll
+    for (int n = 0; n < kColumnCount; ++n) decay[n] = 1;
+#pragma unroll
+    for (int a = 0; a < kSummed; ++a) {
+#pragma unroll
+      for (int b = 0; b < kOwned; ++b) state[a][b] = flow[a][b] = 0;
+    }
+#pragma unroll
+    for (int c = kSteps - 1; c >= 0; --c) {
+      Accum value[kColumnCount];
+#pragma unroll
+      for (int n = 0; n < kColumnCount; ++n) {
+        value[n] = v[c][n] * decay[n];
+        decay[n] *= gate[c][n];
+      }
+#pragma unroll
+      for (int a = 0; a < kSummed; ++a) {
+#pragma unroll
+        for (int b = 0; b < kOwned; ++b) {
+          state[a][b] = multiply_add(k[c][row_slot(a, b)], value[column_slot(a, b)], state[a][b]);
+        }
+      }
+    }
+    Accum prefix[kColumnCount];
+#pragma unroll
+    for (int n = 0; n < kColumnCount; ++n) prefix[n] = 1;
+#pragma unroll
+    for (int c = 0; c < kSteps; ++c) {
+      Accum value[kColumnCount];
+#pragma unroll
+      for (int n = 0; n < kColumnCount; ++n) {
+        prefix[n] *= gate[c][n];
+        value[n] = dy[c][n] * prefix[n];
+      }
+#pragma unroll
+      for (int a = 0; a < kSummed; ++a) {
+#pragma unroll
+        for (int b = 0; b < kOwned; ++b) {
+          flow[a][b] = multiply_add(q[c][row_slot(a, b)], value[column_slot(a, b)], flow[a][b]);
+        }
+      }
+    }
+  }
+
+  // Publishes every lane's summary, then gathers what precedes the lane's steps in the sweep and
+  // what follows them. `before` and `after` come in as the state before the sweep and the flow into
+  // its last step.
+  __device__ __forceinline__ void gather(Accum* shared, Accum (&before)[kSummed][kOwned],
+                                         Accum (&after)[kSummed][kOwned]) {
+    constexpr int kWords = Traits::kWords;
+    const int chunk = warp * Traits::kTimeGroups + time_group;
+    const int chunks = warps * Traits::kTimeGroups;
+    const auto word = [&](int at, int n) -> Accum& {
+      return shared[(at * kWords + n) * Traits::kStateLanes + state_lane];
+    };
+#pragma unroll
+    for (int n = 0; n < kColumnCount; ++n) word(chunk, n) = decay[n];
+#pragma unroll
+    for (int a = 0; a < kSummed; ++a) {
+#pragma unroll
+      for (int b = 0; b < kOwned; ++b) {
+        word(chunk, kColumnCount + a * kOwned + b) = state[a][b];
+        word(chunk, kColumnCount + Traits::kElements + a * kOwned + b) = flow[a][b];
+      }
+    }
+    __syncthreads();
+    for (int at = 0; at < chunk; ++at) {
+#pragma unroll
+      for (int a = 0; a < kSummed; ++a) {
+#pragma unroll
+        for (int b = 0; b < kOwned; ++b) {
+          before[a][b] = multiply_add(word(at, column_slot(a, b)), before[a][b],
+                                      word(at, kColumnCount + a * kOwned + b));
+        }
+      }
+    }
+    for (int at = chunks - 1; at > chunk; --at) {
+#pragma unroll
+      for (int a = 0; a < kSummed; ++a) {
+#pragma unroll
+        for (int b = 0; b < kOwned; ++b) {
+          after[a][b] = multiply_add(word(at, column_slot(a, b)), after[a][b],
+                                     word(at, kColumnCount + Traits::kElements + a * kOwned + b));
+        }
+      }
+    }
+  }
+
+  // Element (a, b) of the lane in a (B, H, sweeps, K, V) buffer of the whole problem; null outside.
+  __device__ __forceinline__ Accum* in_sweeps(void* buffer, const Params& p,
+                                              const BackwardLaunch& launch, int a, int b) const {
+    const int64_t row = row_of(a, b);
+    const int64_t column = column_of(a, b);
+    if (row >= p.K || column >= p.V) return nullptr;
+    const int64_t block = (batch * p.H + head) * launch.sweeps + sweep;
+    return static_cast<Accum*>(buffer) +
+           (block * launch.all_rows + launch.row + row) * launch.all_columns + launch.column +
+           column;
+  }
+};
+
+// What each sweep does to a state and to a gradient, from zero.
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kMaxWarps * 32)
+    simt_summarize_sweeps(const __grid_constant__ Params p,
+                          const __grid_constant__ Gradients<int64_t> grads,
+                          const __grid_constant__ BackwardLaunch launch) {
+  using Accum = typename Traits::Accum;
+  extern __shared__ __align__(16) unsigned char shared_memory[];
+  BackwardLane<Traits> lane(p, launch);
+  lane.load(p, grads, launch.packed);
+  lane.summarize();
+  Accum before[Traits::kSummed][Traits::kOwned] = {};
+  Accum after[Traits::kSummed][Traits::kOwned] = {};
+  lane.gather(reinterpret_cast<Accum*>(shared_memory), before, after);
+  const bool last = lane.warp == lane.warps - 1 && lane.time_group == Traits::kTimeGroups - 1;
+  const bool first = lane.warp == 0 && lane.time_group == 0;
+#pragma unroll
+  for (int a = 0; a < Traits::kSummed; ++a) {
+#pragma unroll
+    for (int b = 0; b < Traits::kOwned; ++b) {
+      const Accum decay = lane.decay[lane.column_slot(a, b)];
+      Accum* state = lane.in_sweeps(launch.states, p, launch, a, b);
+      if (state == nullptr) continue;
+      if (last) *state = multiply_add(decay, before[a][b], lane.state[a][b]);
+      if (first)
+        *lane.in_sweeps(launch.flows, p, launch, a, b) =
+            multiply_add(decay, after[a][b], lane.flow[a][b]);
+    }
+  }
+  // The sweep's product of gates: of all chunks, which every lane finds in shared memory.
+  if (!first || lane.sum_group != 0 || launch.row != 0) return;
+#pragma unroll
+  for (int b = 0; b < Traits::kOwned; ++b) {
+    const int64_t column = lane.owned + b;
+    if (column >= p.V) continue;
+    Accum product = 1;
+    for (int at = 0; at < lane.warps * Traits::kTimeGroups; ++at) {
+      product *= reinterpret_cast<Accum*>(
+          shared_memory)[(at * Traits::kWords + b) * Traits::kStateLanes + lane.state_lane];
+    }
+    const int64_t block = (lane.batch * p.H + lane.head) * launch.sweeps + lane.sweep;
+    static_cast<Accum*>(launch.decays)[block * launch.all_columns + launch.column + column] =
+        product;
+  }
+}
+
+// Chains the sweeps: `states` become what precedes each sweep, `flows` what flows into its last
+// step.
+template <typename Accum>
+__global__ void chain_sweeps(const __grid_constant__ Params p,
+                             const __grid_constant__ Gradients<int64_t> grads,
+                             const __grid_constant__ BackwardLaunch launch) {
+  const int64_t elements = p.K * p.V;
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (thread >= p.B * p.H * elements) return;
+  const int64_t pair = thread / elements;
+  const int64_t row = thread % elements / p.V;
+  const int64_t column = thread % p.V;
+  const int64_t batch = pair / p.H;
+  const int64_t head = pair % p.H;
+  Accum* states =
+      static_cast<Accum*>(launch.states) + pair * launch.sweeps * elements + row * p.V + column;
+  Accum* flows =
+      static_cast<Accum*>(launch.flows) + pair * launch.sweeps * elements + row * p.V + column;
+  const Accum* decays =
+      static_cast<const Accum*>(launch.decays) + pair * launch.sweeps * p.V + column;
+  Accum state = 0;
+  Accum flow = 0;
+  if (p.initial_state.data != nullptr)
+    state = *element_of<const Accum>(p.initial_state, batch, head, row, column);
+  if (grads.dfinal_state.data != nullptr)
+    flow = *element_of<const Accum>(grads.dfinal_state, batch, head, row, column);
+  for (int64_t sweep = 0; sweep < launch.sweeps; ++sweep) {
+    const Accum end = multiply_add(decays[sweep * p.V], state, states[sweep * elements]);
+    states[sweep * elements] = state;
+    state = end;
+  }
+  for (int64_t sweep = launch.sweeps - 1; sweep >= 0; --sweep) {
+    const Accum start = multiply_add(decays[sweep * p.V], flow, flows[sweep * elements]);
+    flows[sweep * elements] = flow;
+    flow = start;
+  }
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kMaxWarps * 32)
+    simt_backward(const __grid_constant__ Params p,
+                  const __grid_constant__ Gradients<int64_t> grads,
+                  const __grid_constant__ BackwardLaunch launch) {
+  using Accum = typename Traits::Accum;
+  using Element = typename Traits::Element;
+  constexpr int kSteps = Traits::kSteps;
+  constexpr int kSummed = Traits::kSummed;
+  constexpr int kOwned = Traits::kOwned;
+  extern __shared__ __align__(16) unsigned char shared_memory[];
+  BackwardLane<Traits> lane(p, launch);
+  lane.load(p, grads, launch.packed);
+
+  // ---- The state before the lane's steps, and what flows back into their last.
+  Accum before[kSummed][kOwned];
+  Accum after[kSummed][kOwned];
+#pragma unroll
+  for (int a = 0; a < kSummed; ++a) {
+#pragma unroll
+    for (int b = 0; b < kOwned; ++b) {
+      before[a][b] = after[a][b] = 0;
+      const int64_t row = lane.row_of(a, b);
+      const int64_t column = lane.column_of(a, b);
+      if (row >= p.K || column >= p.V) continue;
+      if (launch.sweeps > 1) {
+        before[a][b] = *lane.in_sweeps(launch.states, p, launch, a, b);
+        after[a][b] = *lane.in_sweeps(launch.flows, p, launch, a, b);
+      } else {
+        if (p.initial_state.data != nullptr)
+          before[a][b] =
+              *element_of<const Accum>(p.initial_state, lane.batch, lane.head, row, column);
+        if (grads.dfinal_state.data != nullptr)
+          after[a][b] =
+              *element_of<const Accum>(grads.dfinal_state, lane.batch, lane.head, row, column);
+      }
+    }
+  }
+  lane.summarize();
+  lane.gather(reinterpret_cast<Accum*>(shared_memory), before, after);
+
+  // ---- Forward through the steps, keeping every state; backward through them, summing.
+  Accum states[kSteps + 1][kSummed][kOwned];
+#pragma unroll
+  for (int a = 0; a < kSummed; ++a) {
+#pragma unroll
+    for (int b = 0; b < kOwned; ++b) {
+      states[0][a][b] = before[a][b];
+#pragma unroll
+      for (int c = 0; c < kSteps; ++c) {
+        const Accum update = lane.k[c][lane.row_slot(a, b)] * lane.v[c][lane.column_slot(a, b)];
+        states[c + 1][a][b] =
+            multiply_add(lane.gate[c][lane.column_slot(a, b)], states[c][a][b], update);
+      }
+    }
+  }
+  Accum sums[2][Traits::kValues];
+#pragma unroll
+  for (int c = kSteps - 1; c >= 0; --c) {
+#pragma unroll
+    for (int b = 0; b < kOwned; ++b) {
+      Accum first = 0;
+      Accum second = 0;
+#pragma unroll
+      for (int a = 0; a < kSummed; ++a) {
+        const int row = lane.row_slot(a, b);
+        const int column = lane.column_slot(a, b);
+        const Accum r = multiply_add(lane.q[c][row], lane.dy[c][column], after[a][b]);
+        if constexpr (Traits::kColumns) {
+          first = multiply_add(lane.k[c][row], r, first);     // dv
+          second = multiply_add(states[c][a][b], r, second);  // dgate
+        } else {
+          first = multiply_add(states[c + 1][a][b], lane.dy[c][column], first);  // dq
+          second = multiply_add(lane.v[c][column], r, second);                   // dk
+        }
+        after[a][b] = r * lane.gate[c][column];
+      }
+      sums[0][c * kOwned + b] = first;
+      sums[1][c * kOwned + b] = second;
+    }
+  }
+
+  // ---- The gradient of the initial state is what flows out of the first step.
+  if (Traits::kColumns && grads.dinitial_state.data != nullptr && lane.sweep == 0 &&
+      lane.warp == 0 && lane.time_group == 0) {
+#pragma unroll
+    for (int a = 0; a < kSummed; ++a) {
+#pragma unroll
+      for (int b = 0; b < kOwned; ++b) {
+        const int64_t row = lane.row_of(a, b);
+        const int64_t column = lane.column_of(a, b);
+        if (row < p.K && column < p.V)
+          *element_of<Accum>(grads.dinitial_state, lane.batch, lane.head, row, column) =
+              after[a][b];
+      }
+    }
+  }
+
+  // ---- Sum over the lanes, store.
+  const View<int64_t>& target0 = Traits::kColumns ? grads.dv : grads.dq;
+  const View<int64_t>& target1 = Traits::kColumns ? grads.dgate : grads.dk;
+  const int64_t limit = Traits::kColumns ? p.V : p.K;
+#pragma unroll
+  for (int which = 0; which < 2; ++which) {
+    reduce_rows<Traits::kValues, Traits::kSumGroups / 2>(sums[which], lane.sum_group);
+    const View<int64_t>& target = which == 0 ? target0 : target1;
+    if (target.data == nullptr) continue;
+    constexpr int kSharers = Traits::kSharers;
+    if (lane.sum_group % kSharers != 0) continue;
+#pragma unroll
+    for (int n = 0; n < Traits::kOutputs; ++n) {
+      const int flat = lane.sum_group / kSharers * Traits::kOutputs + n;
+      const int c = flat / kOwned;
+      const int64_t index = lane.owned + flat % kOwned;
+      if (c >= lane.steps || index >= limit) continue;
+      Accum total = sums[which][n];
+      if (launch.slice.accumulate)
+        total +=
+            *element_of<Accum>(launch.partial[which], lane.batch, lane.start + c, lane.head, index);
+      if (!launch.slice.last) {
+        *element_of<Accum>(launch.partial[which], lane.batch, lane.start + c, lane.head, index) =
+            total;
+        continue;
+      }
+      if (Traits::kColumns && which == 1) {
+        if (p.log_gate)
+          total *= gate_at<Element, Accum>(p, lane.batch, lane.start + c, lane.head, index);
+        *element_of<Accum>(target, lane.batch, lane.start + c, lane.head, index) = total;
+      } else {
+        *element_of<Element>(target, lane.batch, lane.start + c, lane.head, index) =
+            from_accum<Element>(total);
       }
     }
   }
@@ -757,8 +1284,9 @@ bool takes(const Params& p) {
     return true;
   } else {
     constexpr int kElement = sizeof(typename Traits::Element);
-    return p.K <= Traits::kTileRows && p.V % Traits::kTileColumns == 0 && p.T < INT32_MAX - 65536 &&
-           p.V <= INT32_MAX && moves_in_packs(p.q, p, p.K, Traits::kRowPack, kElement) &&
+    return p.K <= Traits::kRowGroups * Traits::kRows && p.V % Traits::kTileColumns == 0 &&
+           p.T < INT32_MAX - 65536 && p.V <= INT32_MAX &&
+           moves_in_packs(p.q, p, p.K, Traits::kRowPack, kElement) &&
            moves_in_packs(p.k, p, p.K, Traits::kRowPack, kElement) &&
            moves_in_packs(p.v, p, p.V, Traits::kColumns, kElement) &&
            moves_in_packs(p.gate, p, p.V, Traits::kColumns, size_of(p.gate_dtype)) &&
@@ -838,11 +1366,175 @@ struct FloatTraits {
 
 struct DoubleTraits {
   using General32 = SimtTraits<double, double, 8, 4, 1, 2, 4, 8, false>;
-  using General64 = SimtTraits<double, double, 16, 4, 1, 2, 8, 8, false>;
+  using General64 = SimtTraits<double, double, 16, 4, 1, 2, 4, 8, false>;
 
   static cudaError_t launch(const Params& p, Slice slice, int64_t processors, cudaStream_t stream) {
     if (p.K > 32) return launch_simt<General64>(p, slice, 8 * processors, stream);
     return launch_simt<General32>(p, slice, 8 * processors, stream);
+  }
+};
+
+// ---- Backward.
+
+// All operands that move along the last axis in packs of at most 16 bytes.
+bool moves_in_packs(const Params& p, const Gradients<int64_t>& grads) {
+  const int element = size_of(p.dtype);
+  const int gate = size_of(p.gate_dtype);
+  const auto fits = [&](const View<int64_t>& view, int64_t channels, int size) {
+    return view.data == nullptr || moves_in_packs(view, p, channels, 16 / size, size);
+  };
+  return fits(p.q, p.K, element) && fits(p.k, p.K, element) && fits(p.v, p.V, element) &&
+         fits(p.gate, p.V, gate) && fits(grads.dy, p.V, element);
+}
+
+// The part of a problem that owns or sums `count` columns from `column` on.
+Params slice_columns(Params p, int64_t column, int64_t count) {
+  p = skip(p, 0, 0, column);
+  p.V = count;
+  return p;
+}
+
+// Steps of a sweep: what the kernels' eight warps can hold.
+int64_t backward_sweep_steps(const Params& p) {
+  int64_t longest = 64;
+  if (p.dtype == Dtype::kFloat64) longest = 32;
+  if (p.dtype == Dtype::kFloat32 && std::max(p.K, p.V) <= 32) longest = 128;
+  return std::min(longest, (p.T + 15) / 16 * 16);
+}
+
+int64_t backward_sweeps(const Params& p) {
+  const int64_t steps = backward_sweep_steps(p);
+  return (p.T + steps - 1) / steps;
+}
+
+constexpr int64_t kMaxSummed = 128;  // of the summed axis in one launch
+
+template <class Traits, class Kernel>
+cudaError_t launch_blocks(Kernel kernel, const Params& p, const Gradients<int64_t>& grads,
+                          BackwardLaunch launch, cudaStream_t stream) {
+  using Accum = typename Traits::Accum;
+  const int warps = static_cast<int>(launch.sweep_steps / (Traits::kTimeGroups * Traits::kSteps));
+  const int words = warps * Traits::kTimeGroups * Traits::kWords * Traits::kStateLanes;
+  const int64_t owned = Traits::kColumns ? p.V : p.K;
+  const int64_t tiles = (owned + Traits::kTileOwned - 1) / Traits::kTileOwned;
+  if (p.H * launch.sweeps > kMaxGridX) return cudaErrorInvalidConfiguration;
+  for (launch.batch = 0; launch.batch < p.B; launch.batch += kMaxGridYZ) {
+    for (launch.tile = 0; launch.tile < tiles; launch.tile += kMaxGridYZ) {
+      const dim3 grid(p.H * launch.sweeps, std::min(p.B - launch.batch, kMaxGridYZ),
+                      std::min(tiles - launch.tile, kMaxGridYZ));
+      kernel<<<grid, warps * 32, words * sizeof(Accum), stream>>>(p, grads, launch);
+      const cudaError_t error = cudaGetLastError();
+      if (error != cudaSuccess) return error;
+    }
+  }
+  return cudaSuccess;
+}
+
+template <typename Element, typename Accum>
+struct BackwardKernels {
+  // As many steps a lane as registers hold.
+  static constexpr int kFewer = sizeof(Element) == 4 ? 8 : 4;
+  static constexpr int kSteps = sizeof(Element) == 8 ? 4 : 8;
+  template <Own kOwn>
+  using Tile32 = BackwardTraits<Element, Accum, kOwn, 8, 4, 2, 1, kFewer, 8>;
+  template <Own kOwn>
+  using Tile64 = BackwardTraits<Element, Accum, kOwn, 16, 4, 1, 1, kSteps, 8>;
+  template <Own kOwn>
+  using Tile128 = BackwardTraits<Element, Accum, kOwn, 32, 4, 1, 1, kSteps, 8>;
+
+  // One launch: the summed axis fits a tile.
+  template <Own kOwn>
+  static cudaError_t launch_tile(const Params& p, const Gradients<int64_t>& grads,
+                                 const BackwardLaunch& launch, bool summarize,
+                                 cudaStream_t stream) {
+    const int64_t summed = kOwn == Own::kColumns ? p.K : p.V;
+    if (summed <= 32) return launch_kind<Tile32<kOwn>>(p, grads, launch, summarize, stream);
+    if (summed <= 64) return launch_kind<Tile64<kOwn>>(p, grads, launch, summarize, stream);
+    return launch_kind<Tile128<kOwn>>(p, grads, launch, summarize, stream);
+  }
+
+  template <class Traits>
+  static cudaError_t launch_kind(const Params& p, const Gradients<int64_t>& grads,
+                                 const BackwardLaunch& launch, bool summarize,
+                                 cudaStream_t stream) {
+    if constexpr (Traits::kColumns) {
+      if (summarize)
+        return launch_blocks<Traits>(simt_summarize_sweeps<Traits>, p, grads, launch, stream);
+    }
+    return launch_blocks<Traits>(simt_backward<Traits>, p, grads, launch, stream);
+  }
+
+  // Slices of the summed axis, one after the other.
+  template <Own kOwn>
+  static cudaError_t launch_all(const Params& p, const Gradients<int64_t>& grads,
+                                BackwardLaunch launch, bool summarize, cudaStream_t stream) {
+    const int accum = sizeof(Accum);
+    const int element = size_of(p.dtype);
+    const int64_t all = kOwn == Own::kColumns ? p.K : p.V;
+    for (int64_t first = 0; first < all; first += kMaxSummed) {
+      const int64_t count = std::min(kMaxSummed, all - first);
+      launch.slice = Slice{first > 0, first + count >= all};
+      Params part = p;
+      Gradients<int64_t> part_grads = grads;
+      if (kOwn == Own::kColumns) {
+        launch.row = first;
+        part = slice_rows(p, first, count);
+        part_grads.dfinal_state = skip(grads.dfinal_state, accum, 0, 0, first, 0);
+        part_grads.dinitial_state = skip(grads.dinitial_state, accum, 0, 0, first, 0);
+      } else {
+        launch.column = first;
+        part = slice_columns(p, first, count);
+        part_grads.dfinal_state = skip(grads.dfinal_state, accum, 0, 0, 0, first);
+        part_grads.dy = skip(grads.dy, element, 0, 0, 0, first);
+      }
+      const cudaError_t error = launch_tile<kOwn>(part, part_grads, launch, summarize, stream);
+      if (error != cudaSuccess) return error;
+    }
+    return cudaSuccess;
+  }
+
+  static cudaError_t launch(const Params& p, const Gradients<int64_t>& grads, BackwardLaunch launch,
+                            cudaStream_t stream) {
+    cudaError_t error = cudaSuccess;
+    if (launch.sweeps > 1) {
+      error = launch_all<Own::kColumns>(p, grads, launch, true, stream);
+      if (error != cudaSuccess) return error;
+      const int64_t threads = p.B * p.H * p.K * p.V;
+      chain_sweeps<Accum><<<(threads + 127) / 128, 128, 0, stream>>>(p, grads, launch);
+      error = cudaGetLastError();
+      if (error != cudaSuccess) return error;
+    }
+    if (grads.dv.data != nullptr || grads.dgate.data != nullptr ||
+        grads.dinitial_state.data != nullptr) {
+      error = launch_all<Own::kColumns>(p, grads, launch, false, stream);
+      if (error != cudaSuccess) return error;
+    }
+    if (grads.dq.data != nullptr || grads.dk.data != nullptr) {
+      std::swap(launch.partial[0], launch.partial[2]);
+      std::swap(launch.partial[1], launch.partial[3]);
+      error = launch_all<Own::kRows>(p, grads, launch, false, stream);
+    }
+    return error;
+  }
+};
+
+// Where the backward's temporaries lie in its scratch memory, in elements of the state's type.
+struct BackwardScratch {
+  int64_t states, flows, decays, columns[2], rows[2], total;
+
+  explicit BackwardScratch(const Params& p) {
+    const int64_t sweeps = backward_sweeps(p);
+    const int64_t states_size = sweeps > 1 ? p.B * p.H * sweeps * p.K * p.V : 0;
+    const int64_t columns_size = p.K > kMaxSummed ? p.B * p.T * p.H * p.V : 0;
+    const int64_t rows_size = p.V > kMaxSummed ? p.B * p.T * p.H * p.K : 0;
+    states = 0;
+    flows = states + states_size;
+    decays = flows + states_size;
+    columns[0] = decays + (sweeps > 1 ? p.B * p.H * sweeps * p.V : 0);
+    columns[1] = columns[0] + columns_size;
+    rows[0] = columns[1] + columns_size;
+    rows[1] = rows[0] + rows_size;
+    total = rows[1] + rows_size;
   }
 };
 
@@ -875,6 +1567,52 @@ cudaError_t launch_forward(const Params& p, cudaStream_t stream) {
     }
   }
   return error;
+}
+
+// Bytes of scratch memory that launch_backward needs.
+int64_t backward_scratch_bytes(const Params& p) {
+  return BackwardScratch(p).total * (p.dtype == Dtype::kFloat64 ? 8 : 4);
+}
+
+// Computes the gradients that `grads` has a place for. Nothing may be empty.
+cudaError_t launch_backward(const Params& p, const Gradients<int64_t>& grads, void* scratch,
+                            cudaStream_t stream) {
+  const BackwardScratch at(p);
+  const int accum = p.dtype == Dtype::kFloat64 ? 8 : 4;
+  const auto place = [&](int64_t element) { return static_cast<char*>(scratch) + element * accum; };
+  const auto partial = [&](int64_t element, int64_t channels) {
+    View<int64_t> view;
+    view.data = place(element);
+    view.stride[0] = p.T * p.H * channels;
+    view.stride[1] = p.H * channels;
+    view.stride[2] = channels;
+    view.stride[3] = 1;
+    return view;
+  };
+  BackwardLaunch launch;
+  launch.sweeps = backward_sweeps(p);
+  launch.sweep_steps = backward_sweep_steps(p);
+  launch.packed = moves_in_packs(p, grads);
+  launch.states = place(at.states);
+  launch.flows = place(at.flows);
+  launch.decays = place(at.decays);
+  launch.all_rows = p.K;
+  launch.all_columns = p.V;
+  for (int which = 0; which < 2; ++which) {
+    launch.partial[which] = partial(at.columns[which], p.V);
+    launch.partial[which + 2] = partial(at.rows[which], p.K);
+  }
+  switch (p.dtype) {
+    case Dtype::kFloat32:
+      return BackwardKernels<float, float>::launch(p, grads, launch, stream);
+    case Dtype::kFloat16:
+      return BackwardKernels<__half, float>::launch(p, grads, launch, stream);
+    case Dtype::kBFloat16:
+      return BackwardKernels<__nv_bfloat16, float>::launch(p, grads, launch, stream);
+    case Dtype::kFloat64:
+      return BackwardKernels<double, double>::launch(p, grads, launch, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace gated_delta
@@ -919,7 +1657,7 @@ namespace gated_delta {
 cudaError_t launch_forward(const Params& p, cudaStream_t stream);
 cudaError_t launch_backward(const Params& p, const Gradients<int64_t>& grads, void* scratch,
                             cudaStream_t stream);
-int64_t backward_scratch_bytes(const Params& p, const Gradients<int64_t>& grads);
+int64_t backward_scratch_bytes(const Params& p);
 #endif
 
 namespace {
@@ -1576,7 +2314,7 @@ std::array<Tensor, 5> backward(const Inputs& in, const std::optional<Tensor>& dy
   }
 #ifdef GATED_DELTA_WITH_CUDA
   else {
-    const Tensor scratch = allocate({backward_scratch_bytes(p, grads)}, at::kByte, device);
+    const Tensor scratch = allocate({backward_scratch_bytes(p)}, at::kByte, device);
     C10_CUDA_CHECK(launch_backward(p, grads, scratch.mutable_data_ptr(),
                                    c10::cuda::getCurrentCUDAStream(device.index())));
   }
