@@ -2,6 +2,7 @@
 
     python bench.py                   the whole run: 30 s on a CPU, minutes on a GPU (most of them tune FLA)
     python bench.py --quick           fewer shapes and repeats
+    python bench.py --backward        forward plus backward, in place of the forward alone
     python bench.py --no-fla          without flash-linear-attention
     python bench.py --torch-compile   adds the reference loop under torch.compile, which compiles for minutes
     python bench.py --json FILE       writes everything that was measured to FILE
@@ -11,7 +12,9 @@ Method: the result is compared with a float64 oracle before anything is timed; t
 per call as a program sees it. All figures are medians, +- is half the distance between the quartiles. Inputs that fit
 well into L2 stay there; larger ones rotate through enough buffer sets to exceed it. The floor is a kernel that touches
 every input and output byte once or, for rotated buffers, the bytes over the copy rate; both are measured in the same
-run. Tables go to stdout, progress to stderr. Ctrl-C keeps what was measured.
+run. With --backward every gradient is judged alone and for each kind of gate, and the floor is always the bytes over the
+copy rate: forward 4 arrays in and 1 out, backward 5 in and 4 out. Tables go to stdout, progress to stderr. Ctrl-C keeps
+what was measured.
 """
 
 import argparse
@@ -28,7 +31,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,11 +49,16 @@ except ImportError:
 
 # Norm of the error over norm of the float64 result, on the same rounded inputs.
 TOLERANCE = {torch.float32: 3e-7, torch.float64: 1e-14, torch.float16: 1e-3, torch.bfloat16: 2.5e-3}
+# The same of each gradient alone.
+GRADIENT_TOLERANCE = {torch.float32: 3e-6, torch.float64: 1e-13, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+GRADIENTS = ("dq", "dk", "dv", "dgate", "dstate")  # dstate: of the initial state
 # A peer further off than this is shown as wrong and not timed. TF32 and bf16 states stay well below.
 PEER_LIMIT = 3e-2
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Call = Callable[[], object]
+Gradients = Sequence[torch.Tensor]  # in the order of GRADIENTS, the last one often absent
+Errors = dict[str, dict[str, float]]  # by kind of gate, then by gradient
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -74,6 +82,11 @@ class Problem:
         return 5 * self.B * self.T * self.H * self.D * self.dtype.itemsize
 
     @property
+    def training_bytes(self) -> int:
+        """The forward's bytes, then q, k, v, gate and dy once and their four gradients once."""
+        return 14 * self.bytes // 5
+
+    @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
@@ -93,25 +106,56 @@ def short_problems(quick: bool) -> list[Problem]:
     return [Problem(B, T, 8, D, dtype) for dtype in dtypes for D in sizes for T in lengths for B in (1, 8)]
 
 
+MEMORY_PROBLEM = Problem(B=8, T=2048, H=16, D=64, dtype=torch.bfloat16)
+
+
+def training_problems(quick: bool) -> list[Problem]:
+    """Sizes of real training runs."""
+    problems = [MEMORY_PROBLEM, Problem(B=8, T=2048, H=16, D=64)]
+    if not quick:
+        problems.append(Problem(B=8, T=2048, H=16, D=128, dtype=torch.bfloat16))
+        problems.append(Problem(B=1, T=32768, H=16, D=128, dtype=torch.bfloat16))
+    return problems
+
+
 GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sigmoid": torch.sigmoid,
     "10 % zeros": lambda x: torch.where(x > 1.2816, 0.0, torch.sigmoid(x)),
     "negative": torch.tanh,
     "around 1": lambda x: 1 + 0.05 * torch.tanh(x),
+    "around 1e-4": lambda x: 1e-4 * torch.exp(0.5 * x),
     "around 1e-20": lambda x: 1e-20 * torch.exp(0.5 * x),
 }
+# The kinds that gradients are judged with. Heads don't mix, so that one call serves all: head h has kind h % 4.
+MIXED_GATES = ("sigmoid", "around 1e-4", "around 1e-20", "10 % zeros")
+
+
+def mixed_gates(x: torch.Tensor) -> torch.Tensor:
+    gate = torch.empty_like(x)
+    for i, gates in enumerate(MIXED_GATES):
+        heads = slice(i, None, len(MIXED_GATES))
+        gate[:, :, heads] = GATES[gates](x[:, :, heads])
+    return gate
 
 
 def make_inputs(problem: Problem, device: str, seed: int = 0, gates: str = "sigmoid") -> Inputs:
     generator = torch.Generator(device).manual_seed(seed)
     shape = (problem.B, problem.T, problem.H, problem.D)
     q, k, v, x = (torch.randn(shape, generator=generator, device=device) for _ in range(4))
+    gate = mixed_gates(x) if gates == "mixed" else GATES[gates](x)
     return (
         q.to(problem.dtype),
         k.to(problem.dtype),
         v.to(problem.dtype),
-        GATES[gates](x).to(problem.dtype),
+        gate.to(problem.dtype),
     )
+
+
+def make_dy(problem: Problem, device: str, seed: int = 0) -> torch.Tensor:
+    """What arrives at y from the loss."""
+    generator = torch.Generator(device).manual_seed(1000 + seed)
+    shape = (problem.B, problem.T, problem.H, problem.D)
+    return torch.randn(shape, generator=generator, device=device).to(problem.dtype)
 
 
 def oracle_of(inputs: Inputs) -> torch.Tensor:
@@ -119,11 +163,66 @@ def oracle_of(inputs: Inputs) -> torch.Tensor:
     return gated_delta_reference(q, k, v, gate)[0]
 
 
+def oracle_gradients(
+    inputs: Inputs,
+    dy: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    dfinal_state: torch.Tensor | None = None,
+    stretch: int = 64,
+) -> list[torch.Tensor]:
+    """The five gradients in float64: autograd through the reference loop, `stretch` steps at a time from the last back.
+
+    All of time at once would keep every step's state, and PyTorch's gradient of a slice is as large as what it was cut
+    from, which makes the work quadratic in T.
+    """
+    sequences = [x.double() for x in (*inputs, dy)]
+    B, T, H, K = inputs[0].shape
+    zeros = sequences[0].new_zeros(B, H, K, inputs[2].shape[-1])
+    parts = [[x[:, start : start + stretch] for x in sequences] for start in range(0, T, stretch)]
+    states = [zeros if initial_state is None else initial_state.double()]
+    with torch.no_grad():
+        for *part, _ in parts[:-1]:
+            states.append(gated_delta_reference(*part, initial_state=states[-1], output_final_state=True)[1])
+    dstate = zeros if dfinal_state is None else dfinal_state.double()
+    gradients = []
+    for (*part, part_dy), state in zip(reversed(parts), reversed(states), strict=True):
+        leaves = [x.detach().requires_grad_() for x in (*part, state)]
+        results = gated_delta_reference(*leaves[:4], initial_state=leaves[4], output_final_state=True)
+        *gradients_here, dstate = torch.autograd.grad(results, leaves, (part_dy, dstate))
+        gradients.append(gradients_here)
+    gradients.reverse()
+    return [torch.cat(list(each), dim=1) for each in zip(*gradients, strict=True)] + [dstate]
+
+
 def relative_error(y: torch.Tensor, oracle: torch.Tensor) -> float:
-    """Norm of the error over norm of the oracle; infinite for a wrong shape, NaN when y holds a NaN."""
+    """Norm of the error over norm of the oracle; infinite for a wrong shape, NaN when y holds a NaN.
+
+    Where the oracle is all zeros (gates that a dtype rounds to 0), so must y be.
+    """
     if y.shape != oracle.shape:
         return math.inf
-    return ((y.double() - oracle).norm() / oracle.norm()).item()
+    error = (y.double() - oracle).norm().item()
+    size = oracle.norm().item()
+    if size == 0:
+        return error if error == 0 else math.inf
+    return error / size
+
+
+def gradient_errors(gradients: Gradients, oracle: Gradients) -> Errors:
+    """Each gradient alone for each kind of gate; the gates must be "mixed"."""
+    errors: Errors = {}
+    for i, gates in enumerate(MIXED_GATES):
+        heads = slice(i, None, len(MIXED_GATES))
+        errors[gates] = {}
+        for name, gradient, expected in zip(GRADIENTS, gradients, oracle, strict=False):
+            axis = 1 if name == "dstate" else 2
+            error = relative_error(gradient.movedim(axis, 0)[heads], expected.movedim(axis, 0)[heads])
+            errors[gates][name] = error
+    return errors
+
+
+def worst(errors: Iterable[float]) -> float:
+    return max(errors, key=lambda error: (math.isnan(error), error))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -160,9 +259,11 @@ class Row:
     problem: str
     us: float | None = None
     spread: float | None = None
-    error: float | None = None
+    error: float | None = None  # of y or, in training, of the worst gradient with sigmoid gates
+    errors: Errors | None = None  # of the gradients
     speed_up: float | None = None  # against the reference loop timed the same way
     floor_us: float | None = None
+    peak_bytes: int | None = None
     buffer_sets: int = 1
     note: str = ""
 
@@ -190,15 +291,23 @@ class Report:
         self.summary.append(text)
         self.say(text)
 
-    def check(self, problem: Problem, gates: str, error: float) -> bool:
-        """Record ours against the oracle; False when it is out of tolerance (NaN is)."""
-        tolerance = TOLERANCE[problem.dtype]
+    def check(self, problem: Problem, gates: str, error: float, of: str = "y") -> bool:
+        """Record ours against the oracle; False when it is out of tolerance (NaN is). `of`: y or a gradient."""
+        tolerance = (TOLERANCE if of == "y" else GRADIENT_TOLERANCE)[problem.dtype]
         right = error <= tolerance
         self.wrong = self.wrong or not right
         self.checks.append(
-            {"problem": str(problem), "gates": gates, "error": error, "tolerance": tolerance, "right": right}
+            {"problem": str(problem), "of": of, "gates": gates, "error": error, "tolerance": tolerance, "right": right}
         )
         return right
+
+    def check_gradients(self, problem: Problem, errors: Errors) -> bool:
+        rights = [
+            self.check(problem, gates, error, of=name)
+            for gates, by_name in errors.items()
+            for name, error in by_name.items()
+        ]
+        return all(rights)
 
     def add(self, row: Row) -> Row:
         self.rows.append(row)
@@ -262,6 +371,15 @@ def format_row(row: Row) -> str:
         f"{percent(row.floor_share):>10}{number(row.error, '.1e'):>10}"
     )
     return f"{line}  {row.note}".rstrip()
+
+
+ERRORS_HEADER = f"{'gates':14}" + "".join(f"{name:>10}" for name in GRADIENTS)
+
+
+def format_errors(errors: dict[str, float], limit: float = math.inf) -> str:
+    """The cells of one kind of gate; ! marks what is over the limit."""
+    cells = [number(errors.get(name), ".1e", "" if errors.get(name, 0) <= limit else " !") for name in GRADIENTS]
+    return "".join(f"{cell:>10}" for cell in cells)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -351,10 +469,15 @@ def time_graph(calls: Sequence[Call], quick: bool = False) -> Timing:
 
     A graph holds enough calls (at most about 100) for 0.4 ms, so that the gap between replays does not count.
     """
-    for call in calls:
-        # Twice: the first call may compile or tune, which a capture does not allow.
-        call()
-        call()
+    # On a side stream: a backward pass remembers the stream of its forward, and a capture must not meet the default one.
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
+        for call in calls:
+            # Twice: the first call may compile or tune, which a capture does not allow.
+            call()
+            call()
+    torch.cuda.synchronize()
     sets = len(calls)
     count = sets
     while True:
@@ -447,16 +570,93 @@ def copy_rate() -> float:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Training steps
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def training_step(
+    function: Callable[..., torch.Tensor], inputs: Inputs, dy: torch.Tensor
+) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Forward and backward of `function` through autograd. The call returns the gradients of q, k, v, gate.
+
+    The inputs are leaves that stay where they are, so that the call can be captured.
+    """
+    leaves = tuple(x.detach().requires_grad_() for x in inputs)
+
+    def call() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(function(*leaves), leaves, dy)
+
+    return call
+
+
+def null_function(inputs: Inputs) -> Callable[..., torch.Tensor]:
+    """What autograd alone costs: a function with our operator's signature whose results are ready beforehand."""
+    ready_y = torch.zeros_like(inputs[2])
+    ready_gradients = tuple(torch.zeros_like(x) for x in inputs)
+
+    class Null(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v, gate, initial_state, scale, output_final_state, log_gate):
+            return ready_y
+
+        @staticmethod
+        def backward(ctx, dy):
+            return (*ready_gradients, None, None, None, None)
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return Null.apply(q, k, v, gate, None, 1.0, False, False)
+
+    return call
+
+
+def all_gradients(
+    operator: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    inputs: Inputs,
+    initial_state: torch.Tensor,
+    dy: torch.Tensor,
+    dfinal_state: torch.Tensor,
+) -> Gradients:
+    """Ours, all five, with gradients that arrive through y and through the final state."""
+    leaves = [x.detach().requires_grad_() for x in (*inputs, initial_state)]
+    results = operator(*leaves[:4], initial_state=leaves[4], output_final_state=True)
+    return torch.autograd.grad(results, leaves, (dy, dfinal_state))
+
+
+def judge_ours(
+    report: Report,
+    library: ModuleType,
+    problem: Problem,
+    inputs: Inputs,
+    dy: torch.Tensor,
+    oracle: Gradients,
+) -> tuple[Errors, bool]:
+    """The call that is timed, and one with a state, which here is zero as is its gradient: the oracle is the same."""
+    errors = gradient_errors(training_step(library.ModelNew(), inputs, dy)(), oracle)
+    zeros = torch.zeros_like(oracle[4], dtype=torch.float64 if problem.dtype == torch.float64 else torch.float32)
+    with_state = gradient_errors(all_gradients(library.gated_delta, inputs, zeros, dy, zeros), oracle)
+    right = report.check_gradients(problem, errors)
+    right = report.check_gradients(problem, with_state) and right
+    for gates in errors:
+        errors[gates]["dstate"] = with_state[gates]["dstate"]
+    return errors, right
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Peers: flash-linear-attention
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Another implementation. `prepare` does what a caller does once, untimed, and returns the timed call."""
+    """Another implementation. `prepare` does what a caller does once, untimed, and returns the timed call.
+
+    `prepare_training` likewise for a training step, with dy as fifth argument; the timed call returns the gradients of
+    q, k, v and of the gate's logarithm.
+    """
 
     name: str
     prepare: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Callable[[], torch.Tensor]]
+    prepare_training: Callable[..., Callable[[], tuple[torch.Tensor, ...]]]
 
 
 FLA_RECURRENT = "FLA fused_recurrent (exact)"
@@ -476,6 +676,7 @@ def load_fla() -> tuple[list[Peer], str]:
     warnings.filterwarnings("ignore", module=r"fla\b")
     try:
         from fla.ops.common.fused_recurrent import fused_recurrent
+        from fla.ops.gsa.chunk_bwd import chunk_gsa_bwd_k
         from fla.ops.gsa.chunk_fwd import chunk_gsa_fwd_k
         from fla.ops.utils import chunk_local_cumsum
         from fla.ops.utils.constant import RCP_LN2
@@ -503,10 +704,50 @@ def load_fla() -> tuple[list[Peer], str]:
 
         return call
 
-    return [Peer(FLA_RECURRENT, prepare_recurrent), Peer(FLA_CHUNK, prepare_chunk)], version
+    def prepare_recurrent_training(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor, dy: torch.Tensor
+    ) -> Callable[[], tuple[torch.Tensor, ...]]:
+        def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: torch.Tensor) -> torch.Tensor:
+            return fused_recurrent(q, k, v, gv=log_gate, scale=1.0)[0]
+
+        return training_step(function, (q, k, v, gate.float().log()), dy)
+
+    def prepare_chunk_training(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor, dy: torch.Tensor
+    ) -> Callable[[], tuple[torch.Tensor, ...]]:
+        # FLA has no autograd around this half of Gated Slot Attention: its two parts are called one after the other.
+        log_gate = gate.float().log()
+
+        def call() -> tuple[torch.Tensor, ...]:
+            summed = chunk_local_cumsum(log_gate, chunk_size=64, scale=RCP_LN2)
+            h, _, y = chunk_gsa_fwd_k(q, k, v, summed, scale=1.0, chunk_size=64)
+            # What the other half adds to the log gate's gradient; overwritten.
+            dlog_gate = torch.zeros_like(log_gate)
+            return chunk_gsa_bwd_k(
+                q=q,
+                k=k,
+                v=v,
+                g=summed,
+                h=h,
+                h0=None,
+                o=y,
+                do=dy,
+                dht=None,
+                dg=dlog_gate,
+                scale=1.0,
+                chunk_size=64,
+            )[:4]
+
+        return call
+
+    peers = [
+        Peer(FLA_RECURRENT, prepare_recurrent, prepare_recurrent_training),
+        Peer(FLA_CHUNK, prepare_chunk, prepare_chunk_training),
+    ]
+    return peers, version
 
 
-def precompile_fla(problems: Sequence[Problem]) -> None:
+def precompile_fla(problems: Sequence[Problem], backward: bool = False) -> None:
     """Fill Triton's cache with FLA's kernels, one process for each head size and dtype.
 
     FLA's autotuner compiles some 90 variants of each, one after another: about a minute for every head size. This only
@@ -529,6 +770,8 @@ def precompile_fla(problems: Sequence[Problem]) -> None:
                 p = waiting.pop()
                 case = f"{p.B},{p.T},{p.H},{p.D},{p.dtype_name}"
                 command = [sys.executable, str(Path(__file__).resolve()), "--fla-precompile", case]
+                if backward:
+                    command.append("--backward")
                 silence = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
                 running.append(subprocess.Popen(command, env=environment, **silence))
             time.sleep(0.2)
@@ -542,14 +785,17 @@ def precompile_fla(problems: Sequence[Problem]) -> None:
             process.kill()
 
 
-def precompile_fla_here(case: str) -> int:
+def precompile_fla_here(case: str, backward: bool) -> int:
     """The child process of precompile_fla: run each of FLA's implementations once."""
     B, T, H, D, dtype_name = case.split(",")
     problem = Problem(int(B), int(T), int(H), int(D), getattr(torch, dtype_name))
     inputs = make_inputs(problem, "cuda")
     for peer in load_fla()[0]:
         try:
-            peer.prepare(*inputs)()
+            if backward:
+                peer.prepare_training(*inputs, make_dy(problem, "cuda"))()
+            else:
+                peer.prepare(*inputs)()
         except Exception as error:  # the parent meets the same error and shows it
             progress(brief(error))
     synchronize()
@@ -584,11 +830,39 @@ def check_results(report: Report, model: torch.nn.Module, device: str) -> None:
     report.say()
 
 
+def check_gradients(report: Report, library: ModuleType, device: str) -> None:
+    """The five gradients at the seed's shape through y and a final state, from a random initial state."""
+    report.say("Gradients at (B, T, H, D) = (2, 128, 4, 24), each alone: norm of the error / norm of the float64 gradient")
+    report.say(f"{'dtype':10}{ERRORS_HEADER}{'allowed':>10}")
+    for dtype, tolerance in GRADIENT_TOLERANCE.items():
+        problem = Problem(SEED.B, SEED.T, SEED.H, SEED.D, dtype)
+        inputs = make_inputs(problem, device, seed=1, gates="mixed")
+        dy = make_dy(problem, device, seed=1)
+        state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        generator = torch.Generator(device).manual_seed(2)
+        shape = (problem.B, problem.H, problem.D, problem.D)
+        state, dstate = (
+            torch.randn(shape, generator=generator, device=device, dtype=state_dtype) for _ in range(2)
+        )
+        oracle = oracle_gradients(inputs, dy, state, dstate)
+        # The allocator hands these blocks out again: an element that is not written stays NaN.
+        poison = [torch.full_like(x, math.nan) for x in (*inputs, state)]
+        del poison
+        errors = gradient_errors(all_gradients(library.gated_delta, inputs, state, dy, dstate), oracle)
+        report.check_gradients(problem, errors)
+        for gates, by_name in errors.items():
+            report.say(f"{problem.dtype_name:10}{gates:14}{format_errors(by_name, tolerance)}{tolerance:>10.1e}")
+    if report.wrong:
+        report.say("WRONG: the figures marked ! are out of tolerance. Nothing is timed.")
+    report.say()
+
+
 @dataclass
 class Bench:
     """What the GPU sections share."""
 
     report: Report
+    library: ModuleType
     model: torch.nn.Module
     peers: list[Peer]
     quick: bool
@@ -601,6 +875,9 @@ class Bench:
     def floor_from_copy(self, problem: Problem) -> float:
         """Microseconds that the problem's bytes take at the copy rate."""
         return 1e6 * problem.bytes / self.bytes_per_second
+
+    def training_floor(self, problem: Problem) -> float:
+        return 1e6 * problem.training_bytes / self.bytes_per_second
 
     def graph_row(self, section: str, name: str, problem: Problem, calls: Sequence[Call], **more: object) -> Row:
         """Time `calls` in a graph; a failure becomes the row's note."""
@@ -865,22 +1142,219 @@ def measure_compiled_loop(bench: Bench) -> None:
     report.say()
 
 
-def measure_cpu(report: Report, model: torch.nn.Module, quick: bool) -> None:
+@dataclass
+class Verdict:
+    """How an implementation's gradients compare with the oracle's; a note says why it isn't timed."""
+
+    errors: Errors = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def columns(self) -> dict[str, object]:
+        """For a Row: everything, and the worst gradient with sigmoid gates."""
+        if not self.errors:
+            return {"note": self.note}
+        return {"error": worst(self.errors["sigmoid"].values()), "errors": self.errors, "note": self.note}
+
+
+def judge_training(bench: Bench, problem: Problem) -> dict[str, Verdict]:
+    """Ours and every peer by name, each gradient by kind of gate, printed.
+
+    Peers are timed if q, k and v have the right gradients for sigmoid gates; their gate's gradient, which they get by
+    way of a logarithm, is shown beside.
+    """
+    report = bench.report
+    progress(f"gradients at {problem}: the oracle takes up to half a minute, a peer's first call up to a minute")
+    inputs = make_inputs(problem, "cuda", seed=1, gates="mixed")
+    dy = make_dy(problem, "cuda", seed=1)
+    oracle = oracle_gradients(inputs, dy)
+    verdicts: dict[str, Verdict] = {}
+    report.say(f"Forward plus backward at (B, T, H, D) = {problem}, {problem.training_bytes / 1e6:.2f} MB in and out")
+    report.say(f"{'error of each gradient':34}{ERRORS_HEADER}")
+
+    errors, right = judge_ours(report, bench.library, problem, inputs, dy, oracle)
+    note = "" if right else f"WRONG, {GRADIENT_TOLERANCE[problem.dtype]:.1e} is allowed; not timed"
+    verdicts["gated_delta_jit"] = Verdict(errors, note)
+    for gates, by_name in errors.items():
+        report.say(f"{'gated_delta_jit':34}{gates:14}{format_errors(by_name, GRADIENT_TOLERANCE[problem.dtype])}")
+
+    for peer in bench.peers:
+        verdict = Verdict()
+        verdicts[peer.name] = verdict
+        try:
+            dq, dk, dv, dlog_gate = peer.prepare_training(*inputs, dy)()
+            dgate = dlog_gate.double() / inputs[3].double()
+            verdict.errors = gradient_errors((dq, dk, dv, dgate), oracle)
+        except Exception as failure:  # a peer that fails is a result
+            verdict.note = brief(failure)
+            report.say(f"{peer.name:34}{verdict.note}")
+            continue
+        if not all(verdict.errors["sigmoid"][name] <= PEER_LIMIT for name in ("dq", "dk", "dv")):
+            verdict.note = "wrong result, not timed"
+        for gates, by_name in verdict.errors.items():
+            report.say(f"{peer.name:34}{gates:14}{format_errors(by_name)}")
+    report.say()
+    return verdicts
+
+
+def training_step_of(bench: Bench, name: str, inputs: Inputs, dy: torch.Tensor) -> Call:
+    """The training step of ours or of the peer of that name."""
+    for peer in bench.peers:
+        if peer.name == name:
+            return peer.prepare_training(*inputs, dy)
+    return training_step(bench.model, inputs, dy)
+
+
+def measure_training_seed(bench: Bench) -> None:
+    """Forward plus backward at the seed's shape: loop, autograd alone, ours and FLA, in a graph and eager."""
+    section = "training, seed"
+    report = bench.report
+    verdicts = judge_training(bench, SEED)
+    inputs = make_inputs(SEED, "cuda")
+    dy = make_dy(SEED, "cuda")
+    floor_us = bench.training_floor(SEED)
+    report.say(ROW_HEADER)
+
+    progress("reference loop, forward and backward, in a graph and eager")
+    step = training_step(Model(), inputs, dy)
+    loop_graph = bench.graph_row(section, "reference loop", SEED, [step], floor_us=floor_us)
+    set_speed_up(loop_graph, loop_graph)
+    report.say(format_row(loop_graph))
+    timing = time_eager({"loop": step}, rounds=5, round_seconds=0.1)["loop"]
+    loop_eager = bench.eager_row(section, "reference loop", SEED, timing, floor_us=floor_us)
+    set_speed_up(loop_eager, loop_eager)
+    report.say(format_row(loop_eager))
+
+    graph_times: dict[str, float] = {}
+    for name, verdict in verdicts.items():
+        if verdict.note:
+            row = report.add(Row(section, name, "graph", str(SEED), floor_us=floor_us, **verdict.columns))
+            report.say(format_row(row))
+            continue
+        step = training_step_of(bench, name, inputs, dy)
+        calls = {"step": step}
+        if name == "gated_delta_jit":
+            calls["null"] = training_step(null_function(inputs), inputs, dy)
+        row = bench.graph_row(section, name, SEED, [step], floor_us=floor_us, **verdict.columns)
+        set_speed_up(row, loop_graph)
+        report.say(format_row(row))
+        if row.us is not None:
+            graph_times[name] = row.us
+        timings = time_eager(calls, rounds=bench.rounds)
+        row = bench.eager_row(section, name, SEED, timings["step"], floor_us=floor_us, **verdict.columns)
+        set_speed_up(row, loop_eager)
+        report.say(format_row(row))
+        if name == "gated_delta_jit":
+            row = bench.eager_row(section, "null autograd.Function", SEED, timings["null"])
+            report.say(format_row(row))
+            # Ratios within one round, as for torch.add.
+            pairs = zip(timings["step"].samples, timings["null"].samples, strict=True)
+            ratio = statistics.median(ours / null for ours, null in pairs)
+            ours_us = timings["step"].us
+    report.say()
+    if not verdicts["gated_delta_jit"].note:
+        report.summarise(f"Eager: {ours_us:.2f} us a training step, {ratio:.2f} times an autograd.Function that does nothing.")
+    summarise_training(report, SEED, graph_times, floor_us)
+
+
+def summarise_training(report: Report, problem: Problem, graph_times: dict[str, float], floor_us: float) -> None:
+    """Ours in a graph against the floor and the faster of the peers."""
+    peers = dict(graph_times)
+    ours = peers.pop("gated_delta_jit", None)
+    if ours is not None:
+        text = f"In a graph: {ours:.2f} us a training step, {percent(floor_us / ours)} of the floor ({floor_us:.2f} us)"
+        if peers:
+            text += f", {min(peers.values()) / ours:.2f} times as fast as the faster of FLA's two"
+        report.summarise(f"{problem}: {text}.")
+    report.say()
+
+
+def measure_training(bench: Bench, problem: Problem) -> None:
+    """Forward plus backward at a training shape, in graphs: ours and both FLA paths."""
+    section = "training"
+    report = bench.report
+    verdicts = judge_training(bench, problem)
+    sets = buffer_sets(problem)
+    buffers = [(make_inputs(problem, "cuda", seed), make_dy(problem, "cuda", seed)) for seed in range(sets)]
+    floor_us = bench.training_floor(problem)
+    report.say(ROW_HEADER)
+    graph_times: dict[str, float] = {}
+    for name, verdict in verdicts.items():
+        more = {"floor_us": floor_us, **verdict.columns}
+        if verdict.note:
+            row = report.add(Row(section, name, "graph", str(problem), buffer_sets=sets, **more))
+        else:
+            calls = [training_step_of(bench, name, inputs, dy) for inputs, dy in buffers]
+            row = bench.graph_row(section, name, problem, calls, **more)
+        report.say(format_row(row))
+        if row.us is not None:
+            graph_times[name] = row.us
+    report.say()
+    summarise_training(report, problem, graph_times, floor_us)
+
+
+def measure_training_memory(bench: Bench, problem: Problem) -> None:
+    """Peak memory of one training step, y and the four gradients included, above the inputs and dy."""
+    section = "training, memory"
+    report = bench.report
+    inputs = make_inputs(problem, "cuda")
+    dy = make_dy(problem, "cuda")
+    report.say(f"Peak memory of a training step at {problem} above q, k, v, gate (or its logarithm) and dy")
+    report.say(f"{'y and four gradients alone':34}{problem.bytes / 2**20:>8.0f} MiB")
+    for name in ("gated_delta_jit", *(peer.name for peer in bench.peers)):
+        row = Row(section, name, "eager", str(problem))
+        try:
+            row.peak_bytes = peak_memory(training_step_of(bench, name, inputs, dy))
+        except Exception as failure:  # a peer that fails is a result
+            row.note = brief(failure)
+        report.add(row)
+        mebibytes = None if row.peak_bytes is None else row.peak_bytes / 2**20
+        report.say(f"{name:34}{number(mebibytes, '8.0f', ' MiB')}  {row.note}".rstrip())
+    report.say()
+
+
+def peak_memory(call: Call) -> int:
+    """Bytes that `call` allocates at most at any time, its results included. The first call warms up."""
+    call()
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = call()
+    torch.cuda.synchronize()
+    del results
+    return torch.cuda.max_memory_allocated() - before
+
+
+def measure_cpu(report: Report, library: ModuleType, quick: bool, backward: bool) -> None:
     """No GPU: the reference loop against our CPU kernel, wall time, taken in turn."""
-    section = "cpu"
+    section = "cpu, training" if backward else "cpu"
     loop = Model()
-    report.say(f"CPU, float32, {torch.get_num_threads()} threads, us per call (wall)")
+    model = library.ModelNew()
+    what = ", forward plus backward" if backward else ""
+    report.say(f"CPU{what}, float32, {torch.get_num_threads()} threads, us per call (wall)")
     report.say(f"{'(B, T, H, D)':20}{'loop':>12}{'+-':>7}{'ours':>12}{'+-':>7}{'speed-up':>10}{'error':>10}")
     for problem in CPU_PROBLEMS:
         inputs = make_inputs(problem, "cpu")
-        error = relative_error(model(*inputs), oracle_of(inputs))
+        errors: Errors | None = None
+        if backward:
+            mixed = make_inputs(problem, "cpu", seed=1, gates="mixed")
+            dy = make_dy(problem, "cpu")
+            errors, right = judge_ours(report, library, problem, mixed, dy, oracle_gradients(mixed, dy))
+            error = worst(itertools.chain.from_iterable(each.values() for each in errors.values()))
+            tolerance = GRADIENT_TOLERANCE[problem.dtype]
+            calls = {"loop": training_step(loop, inputs, dy), "ours": training_step(model, inputs, dy)}
+        else:
+            error = relative_error(model(*inputs), oracle_of(inputs))
+            right = report.check(problem, "sigmoid", error)
+            tolerance = TOLERANCE[problem.dtype]
+            calls = {"loop": partial(loop, *inputs), "ours": partial(model, *inputs)}
         shape = f"({problem.B}, {problem.T}, {problem.H}, {problem.D})"
-        if not report.check(problem, "sigmoid", error):
-            note = f"WRONG, {TOLERANCE[problem.dtype]:.1e} is allowed; not timed"
-            report.add(Row(section, "gated_delta_jit", "eager", str(problem), error=error, note=note))
+        if not right:
+            note = f"WRONG, {tolerance:.1e} is allowed; not timed"
+            report.add(Row(section, "gated_delta_jit", "eager", str(problem), error=error, errors=errors, note=note))
             report.say(f"{shape:20}{'-':>12}{'-':>7}{'-':>12}{'-':>7}{'-':>10}{error:>10.1e}  {note}")
             continue
-        calls = {"loop": partial(loop, *inputs), "ours": partial(model, *inputs)}
         timings = time_eager(calls, rounds=3 if quick else 9, round_seconds=0.05)
         rows = {}
         for key, name in (("loop", "reference loop"), ("ours", "gated_delta_jit")):
@@ -888,6 +1362,7 @@ def measure_cpu(report: Report, model: torch.nn.Module, quick: bool) -> None:
             rows[key] = report.add(Row(section, name, "eager", str(problem), us=timing.us, spread=timing.spread))
             rows[key].speed_up = timings["loop"].us / timing.us
         rows["ours"].error = error
+        rows["ours"].errors = errors
         report.say(
             f"{shape:20}{timings['loop'].us:>12.1f}{100 * timings['loop'].spread:>6.1f}%"
             f"{timings['ours'].us:>12.1f}{100 * timings['ours'].spread:>6.1f}%"
@@ -937,6 +1412,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=description, epilog=method, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="fewer shapes and repeats")
+    parser.add_argument("--backward", action="store_true", help="forward plus backward, not the forward alone")
     parser.add_argument("--torch-compile", action="store_true", help="add the loop under torch.compile (minutes)")
     parser.add_argument("--json", metavar="FILE", help="write everything measured to FILE")
     parser.add_argument("--no-fla", action="store_true", help="leave flash-linear-attention out")
@@ -954,6 +1430,16 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def gpu_sections(bench: Bench, options: argparse.Namespace) -> Iterator[Callable[[], None]]:
     """The sections in the order in which they run."""
+    if options.backward:
+        problems = training_problems(options.quick)
+        yield partial(measure_limits, bench)
+        if bench.peers:
+            yield partial(precompile_fla, [SEED, *problems], backward=True)
+        yield partial(measure_training_seed, bench)
+        for problem in problems:
+            yield partial(measure_training, bench, problem)
+        yield partial(measure_training_memory, bench, MEMORY_PROBLEM)
+        return
     problems = short_problems(options.quick)
     yield partial(measure_limits, bench)
     yield partial(measure_seed, bench)
@@ -968,7 +1454,7 @@ def gpu_sections(bench: Bench, options: argparse.Namespace) -> Iterator[Callable
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     if options.fla_precompile:
-        return precompile_fla_here(options.fla_precompile)
+        return precompile_fla_here(options.fla_precompile, options.backward)
     try:
         # Here and not at the top: the first import compiles, which --help should not.
         import gated_delta_jit
@@ -981,6 +1467,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         progress("there is a GPU, but gated_delta_jit has no CUDA part (is nvcc on PATH?): timing the CPU")
     if options.torch_compile and not on_gpu:
         progress("--torch-compile is for GPUs and is left out")
+    elif options.torch_compile and options.backward:
+        progress("--torch-compile goes with the forward alone and is left out")
     peers: list[Peer] = []
     fla = "left out"
     if on_gpu and not options.no_fla:
@@ -992,14 +1480,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     model = gated_delta_jit.ModelNew()
     status = 0
+    device = "cuda" if on_gpu else "cpu"
     try:
-        check_results(report, model, "cuda" if on_gpu else "cpu")
+        check_results(report, model, device)
+        if options.backward and not report.wrong:
+            check_gradients(report, gated_delta_jit, device)
         if report.wrong:
             sections: Iterator[Callable[[], None]] = iter(())
         elif on_gpu:
-            sections = gpu_sections(Bench(report, model, peers, options.quick), options)
+            sections = gpu_sections(Bench(report, gated_delta_jit, model, peers, options.quick), options)
         else:
-            sections = iter([partial(measure_cpu, report, model, options.quick)])
+            sections = iter([partial(measure_cpu, report, gated_delta_jit, options.quick, options.backward)])
         for section in sections:
             section()
     except KeyboardInterrupt:

@@ -697,6 +697,7 @@ struct BackwardTraits {
   static constexpr int kColumnCount = kColumns ? kOwned : kSummed;  // a lane's columns
   static constexpr int kElements = kSummed * kOwned;
   static constexpr int kWords = 2 * kElements + kColumnCount;
+  static constexpr int kMostWords = 2 * kElements + (kSummed > kOwned ? kSummed : kOwned);
   static constexpr int kValues = kSteps * kOwned;  // of each output, before the sum over lanes
   static constexpr int kOutputs = kValues > kSumGroups ? kValues / kSumGroups : 1;
   static constexpr int kSharers = kSumGroups * kOutputs / kValues;  // lanes with the same outputs
@@ -790,7 +791,8 @@ struct BackwardLane {
     return Traits::kColumns ? b : a;
   }
 
-  __device__ __forceinline__ BackwardLane(const Params& p, const BackwardLaunch& launch) {
+  __device__ __forceinline__ BackwardLane(const Params& p, const BackwardLaunch& launch,
+                                          int64_t tile) {
     const int lane = threadIdx.x % 32;
     warp = threadIdx.x / 32;
     warps = blockDim.x / 32;
@@ -801,7 +803,7 @@ struct BackwardLane {
     head = blockIdx.x / launch.sweeps;
     sweep = blockIdx.x % launch.sweeps;
     batch = launch.batch + blockIdx.y;
-    owned = (launch.tile + blockIdx.z) * Traits::kTileOwned + own_group * kOwned;
+    owned = tile * Traits::kTileOwned + own_group * kOwned;
     start = sweep * launch.sweep_steps + (warp * Traits::kTimeGroups + time_group) * kSteps;
     const int64_t end = min(p.T, (sweep + 1) * launch.sweep_steps);
     steps = static_cast<int>(min(max(end - start, int64_t{0}), int64_t{kSteps}));
@@ -961,7 +963,7 @@ __global__ void __launch_bounds__(Traits::kMaxWarps * 32)
                           const __grid_constant__ BackwardLaunch launch) {
   using Accum = typename Traits::Accum;
   extern __shared__ __align__(16) unsigned char shared_memory[];
-  BackwardLane<Traits> lane(p, launch);
+  BackwardLane<Traits> lane(p, launch, launch.tile + blockIdx.z);
   lane.load(p, grads, launch.packed);
   lane.summarize();
   Accum before[Traits::kSummed][Traits::kOwned] = {};
@@ -1037,18 +1039,17 @@ __global__ void chain_sweeps(const __grid_constant__ Params p,
   }
 }
 
+// One block's work: its tile's gradients over one sweep.
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kMaxWarps * 32)
-    simt_backward(const __grid_constant__ Params p,
-                  const __grid_constant__ Gradients<int64_t> grads,
-                  const __grid_constant__ BackwardLaunch launch) {
+__device__ __forceinline__ void backward_tile(const Params& p, const Gradients<int64_t>& grads,
+                                              const BackwardLaunch& launch, int64_t tile) {
   using Accum = typename Traits::Accum;
   using Element = typename Traits::Element;
   constexpr int kSteps = Traits::kSteps;
   constexpr int kSummed = Traits::kSummed;
   constexpr int kOwned = Traits::kOwned;
   extern __shared__ __align__(16) unsigned char shared_memory[];
-  BackwardLane<Traits> lane(p, launch);
+  BackwardLane<Traits> lane(p, launch, tile);
   lane.load(p, grads, launch.packed);
 
   // ---- The state before the lane's steps, and what flows back into their last.
@@ -1170,6 +1171,29 @@ __global__ void __launch_bounds__(Traits::kMaxWarps * 32)
             from_accum<Element>(total);
       }
     }
+  }
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kMaxWarps * 32)
+    simt_backward(const __grid_constant__ Params p,
+                  const __grid_constant__ Gradients<int64_t> grads,
+                  const __grid_constant__ BackwardLaunch launch) {
+  backward_tile<Traits>(p, grads, launch, launch.tile + blockIdx.z);
+}
+
+// Both kinds of blocks side by side, for small problems: one launch less.
+template <class Columns, class Rows>
+__global__ void __launch_bounds__(Columns::kMaxWarps * 32)
+    simt_backward_both(const __grid_constant__ Params p,
+                       const __grid_constant__ Gradients<int64_t> grads,
+                       const __grid_constant__ BackwardLaunch launch) {
+  const int64_t column_tiles = (p.V + Columns::kTileOwned - 1) / Columns::kTileOwned;
+  const int64_t tile = launch.tile + blockIdx.z;
+  if (tile < column_tiles) {
+    backward_tile<Columns>(p, grads, launch, tile);
+  } else {
+    backward_tile<Rows>(p, grads, launch, tile - column_tiles);
   }
 }
 
@@ -1409,20 +1433,25 @@ int64_t backward_sweeps(const Params& p) {
 
 constexpr int64_t kMaxSummed = 128;  // of the summed axis in one launch
 
-template <class Traits, class Kernel>
-cudaError_t launch_blocks(Kernel kernel, const Params& p, const Gradients<int64_t>& grads,
-                          BackwardLaunch launch, cudaStream_t stream) {
-  using Accum = typename Traits::Accum;
-  const int warps = static_cast<int>(launch.sweep_steps / (Traits::kTimeGroups * Traits::kSteps));
-  const int words = warps * Traits::kTimeGroups * Traits::kWords * Traits::kStateLanes;
+template <class Traits>
+int64_t owned_tiles(const Params& p) {
   const int64_t owned = Traits::kColumns ? p.V : p.K;
-  const int64_t tiles = (owned + Traits::kTileOwned - 1) / Traits::kTileOwned;
+  return (owned + Traits::kTileOwned - 1) / Traits::kTileOwned;
+}
+
+template <class Traits, class Kernel>
+cudaError_t launch_blocks(Kernel kernel, int64_t tiles, const Params& p,
+                          const Gradients<int64_t>& grads, BackwardLaunch launch,
+                          cudaStream_t stream) {
+  const int warps = static_cast<int>(launch.sweep_steps / (Traits::kTimeGroups * Traits::kSteps));
+  const int words = warps * Traits::kTimeGroups * Traits::kMostWords * Traits::kStateLanes;
   if (p.H * launch.sweeps > kMaxGridX) return cudaErrorInvalidConfiguration;
   for (launch.batch = 0; launch.batch < p.B; launch.batch += kMaxGridYZ) {
     for (launch.tile = 0; launch.tile < tiles; launch.tile += kMaxGridYZ) {
       const dim3 grid(p.H * launch.sweeps, std::min(p.B - launch.batch, kMaxGridYZ),
                       std::min(tiles - launch.tile, kMaxGridYZ));
-      kernel<<<grid, warps * 32, words * sizeof(Accum), stream>>>(p, grads, launch);
+      kernel<<<grid, warps * 32, words * sizeof(typename Traits::Accum), stream>>>(p, grads,
+                                                                                   launch);
       const cudaError_t error = cudaGetLastError();
       if (error != cudaSuccess) return error;
     }
@@ -1458,10 +1487,13 @@ struct BackwardKernels {
                                  const BackwardLaunch& launch, bool summarize,
                                  cudaStream_t stream) {
     if constexpr (Traits::kColumns) {
-      if (summarize)
-        return launch_blocks<Traits>(simt_summarize_sweeps<Traits>, p, grads, launch, stream);
+      if (summarize) {
+        return launch_blocks<Traits>(simt_summarize_sweeps<Traits>, owned_tiles<Traits>(p), p,
+                                     grads, launch, stream);
+      }
     }
-    return launch_blocks<Traits>(simt_backward<Traits>, p, grads, launch, stream);
+    return launch_blocks<Traits>(simt_backward<Traits>, owned_tiles<Traits>(p), p, grads, launch,
+                                 stream);
   }
 
   // Slices of the summed axis, one after the other.
@@ -1504,12 +1536,20 @@ struct BackwardKernels {
       error = cudaGetLastError();
       if (error != cudaSuccess) return error;
     }
-    if (grads.dv.data != nullptr || grads.dgate.data != nullptr ||
-        grads.dinitial_state.data != nullptr) {
-      error = launch_all<Own::kColumns>(p, grads, launch, false, stream);
-      if (error != cudaSuccess) return error;
+    const bool columns = grads.dv.data != nullptr || grads.dgate.data != nullptr ||
+                         grads.dinitial_state.data != nullptr;
+    const bool rows = grads.dq.data != nullptr || grads.dk.data != nullptr;
+    if constexpr (sizeof(Accum) == 4) {
+      if (columns && rows && std::max(p.K, p.V) <= 32) {
+        using Columns = Tile32<Own::kColumns>;
+        using Rows = Tile32<Own::kRows>;
+        const int64_t tiles = owned_tiles<Columns>(p) + owned_tiles<Rows>(p);
+        return launch_blocks<Columns>(simt_backward_both<Columns, Rows>, tiles, p, grads, launch,
+                                      stream);
+      }
     }
-    if (grads.dq.data != nullptr || grads.dk.data != nullptr) {
+    if (columns) error = launch_all<Own::kColumns>(p, grads, launch, false, stream);
+    if (rows && error == cudaSuccess) {
       std::swap(launch.partial[0], launch.partial[2]);
       std::swap(launch.partial[1], launch.partial[3]);
       error = launch_all<Own::kRows>(p, grads, launch, false, stream);
