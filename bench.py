@@ -12,9 +12,9 @@ Method: the result is compared with a float64 oracle before anything is timed; t
 per call as a program sees it. All figures are medians, +- is half the distance between the quartiles. Inputs that fit
 well into L2 stay there; larger ones rotate through enough buffer sets to exceed it. The floor is a kernel that touches
 every input and output byte once or, for rotated buffers, the bytes over the copy rate; both are measured in the same
-run. With --backward every gradient is judged alone and for each kind of gate, and the floor is always the bytes over the
-copy rate: forward 4 arrays in and 1 out, backward 5 in and 4 out. Tables go to stdout, progress to stderr. Ctrl-C keeps
-what was measured.
+run. With --backward every gradient is judged alone and for each kind of gate, and the floor is always the bytes over
+the copy rate: forward 4 arrays in and 1 out, backward 5 in and 4 out. Tables go to stdout, progress to stderr. Ctrl-C
+keeps what was measured.
 """
 
 import argparse
@@ -398,9 +398,10 @@ def time_eager(
     """Wall time per call of each of `calls`, taken in turn within every round so that drift of the host hits all alike.
 
     A sample is a loop of up to 1000 calls that ends with a synchronize. On a machine so slow or busy that the rounds
-    take longer than `limit_seconds`, fewer are run.
+    take longer than `limit_seconds`, fewer are run; a single call that takes as long is warmed up once and timed once.
     """
     counts: dict[str, int] = {}
+    warm_up_rounds = 1
     for name, call in calls.items():
         # The first call warms up, the second is an estimate.
         for _ in range(2):
@@ -409,14 +410,17 @@ def time_eager(
             call()
             synchronize()
             per_call = time.perf_counter() - start
+            if per_call > limit_seconds:
+                warm_up_rounds = 0
+                break
         counts[name] = max(1, min(1000, round(round_seconds / per_call)))
     samples: dict[str, list[float]] = {name: [] for name in calls}
     gc.collect()
     gc.disable()
     deadline = time.perf_counter() + limit_seconds
     try:
-        for round_index in range(rounds + 1):
-            if round_index > 1 and time.perf_counter() > deadline:
+        for round_index in range(warm_up_rounds + rounds):
+            if round_index > warm_up_rounds and time.perf_counter() > deadline:
                 break
             for name, call in calls.items():
                 count = counts[name]
@@ -426,8 +430,7 @@ def time_eager(
                     call()
                 synchronize()
                 seconds = time.perf_counter() - start
-                # The first round warms up.
-                if round_index > 0:
+                if round_index >= warm_up_rounds:
                     samples[name].append(seconds / count)
     finally:
         gc.enable()
@@ -469,7 +472,7 @@ def time_graph(calls: Sequence[Call], quick: bool = False) -> Timing:
 
     A graph holds enough calls (at most about 100) for 0.4 ms, so that the gap between replays does not count.
     """
-    # On a side stream: a backward pass remembers the stream of its forward, and a capture must not meet the default one.
+    # On a side stream: autograd remembers streams, and a capture must not meet the default one.
     warm_up = torch.cuda.Stream()
     warm_up.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(warm_up):
@@ -832,7 +835,7 @@ def check_results(report: Report, model: torch.nn.Module, device: str) -> None:
 
 def check_gradients(report: Report, library: ModuleType, device: str) -> None:
     """The five gradients at the seed's shape through y and a final state, from a random initial state."""
-    report.say("Gradients at (B, T, H, D) = (2, 128, 4, 24), each alone: norm of the error / norm of the float64 gradient")
+    report.say("Gradients at (B, T, H, D) = (2, 128, 4, 24), each alone: norm of the error / norm of the float64 one")
     report.say(f"{'dtype':10}{ERRORS_HEADER}{'allowed':>10}")
     for dtype, tolerance in GRADIENT_TOLERANCE.items():
         problem = Problem(SEED.B, SEED.T, SEED.H, SEED.D, dtype)
@@ -841,9 +844,7 @@ def check_gradients(report: Report, library: ModuleType, device: str) -> None:
         state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         generator = torch.Generator(device).manual_seed(2)
         shape = (problem.B, problem.H, problem.D, problem.D)
-        state, dstate = (
-            torch.randn(shape, generator=generator, device=device, dtype=state_dtype) for _ in range(2)
-        )
+        state, dstate = (torch.randn(shape, generator=generator, device=device, dtype=state_dtype) for _ in range(2))
         oracle = oracle_gradients(inputs, dy, state, dstate)
         # The allocator hands these blocks out again: an element that is not written stays NaN.
         poison = [torch.full_like(x, math.nan) for x in (*inputs, state)]
@@ -1253,7 +1254,9 @@ def measure_training_seed(bench: Bench) -> None:
             ours_us = timings["step"].us
     report.say()
     if not verdicts["gated_delta_jit"].note:
-        report.summarise(f"Eager: {ours_us:.2f} us a training step, {ratio:.2f} times an autograd.Function that does nothing.")
+        report.summarise(
+            f"{SEED}: eager: {ours_us:.2f} us a training step, {ratio:.2f} times the null autograd.Function."
+        )
     summarise_training(report, SEED, graph_times, floor_us)
 
 
@@ -1262,7 +1265,7 @@ def summarise_training(report: Report, problem: Problem, graph_times: dict[str, 
     peers = dict(graph_times)
     ours = peers.pop("gated_delta_jit", None)
     if ours is not None:
-        text = f"In a graph: {ours:.2f} us a training step, {percent(floor_us / ours)} of the floor ({floor_us:.2f} us)"
+        text = f"in a graph: {ours:.2f} us a training step, {percent(floor_us / ours)} of the floor ({floor_us:.2f} us)"
         if peers:
             text += f", {min(peers.values()) / ours:.2f} times as fast as the faster of FLA's two"
         report.summarise(f"{problem}: {text}.")
@@ -1335,6 +1338,9 @@ def measure_cpu(report: Report, library: ModuleType, quick: bool, backward: bool
     report.say(f"CPU{what}, float32, {torch.get_num_threads()} threads, us per call (wall)")
     report.say(f"{'(B, T, H, D)':20}{'loop':>12}{'+-':>7}{'ours':>12}{'+-':>7}{'speed-up':>10}{'error':>10}")
     for problem in CPU_PROBLEMS:
+        if backward and quick and problem.T > 256:
+            # Backward through the loop is quadratic in T: most of a minute here.
+            continue
         inputs = make_inputs(problem, "cpu")
         errors: Errors | None = None
         if backward:
