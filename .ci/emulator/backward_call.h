@@ -1,0 +1,22 @@
+// The call of launch_backward: the one place that knows its arguments. driver.cpp includes it when the source has a
+// launch_backward. `p.workspace(name, dtype, shape)` allocates exact, poisoned scratch memory.
+namespace gated_delta {
+int64_t backward_scratch_bytes(const Params& p);
+cudaError_t launch_backward(const Params& p, const Gradients<int64_t>& grads, void* scratch, cudaStream_t stream);
+}  // namespace gated_delta
+
+cudaError_t call_backward(Problem& p) {
+  const Params a = shared_arguments(p);
+  gated_delta::Gradients<int64_t> g;
+  g.dy = p.dy.view();
+  g.dfinal_state = p.dfinal.view();
+  g.dq = p.dq.view();
+  g.dk = p.dk.view();
+  g.dv = p.dv.view();
+  g.dgate = p.dgate.view();
+  g.dinitial_state = p.dinitial.view();
+  const int64_t bytes = gated_delta::backward_scratch_bytes(a);
+  void* scratch = nullptr;
+  if (bytes > 0) scratch = p.workspace("scratch", accum_of(p.s.dtype), {1, 1, 1, bytes / size_of(accum_of(p.s.dtype))}).base;
+  return gated_delta::launch_backward(a, g, scratch, nullptr);
+}

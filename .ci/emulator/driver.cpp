@@ -1,0 +1,802 @@
+// Tests of launch_forward and launch_backward on the emulator, against plain float64 loops.
+#include <cuda_runtime.h>
+
+#include "contract.h"
+
+#include <chrono>
+#include <cinttypes>
+#include <deque>
+#include <map>
+#include <memory>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+
+namespace gated_delta {
+cudaError_t launch_forward(const Params& p, cudaStream_t stream);
+}  // namespace gated_delta
+
+using gated_delta::Dtype;
+using gated_delta::Params;
+using i64 = int64_t;
+
+// ---------------------------------------- Random numbers --------------------------------------
+
+struct Rng {
+  uint64_t s;
+  explicit Rng(uint64_t seed) : s(seed * 0x9E3779B97F4A7C15ull + 0x1234567) { for (int i = 0; i < 4; ++i) next(); }
+  uint64_t next() {
+    uint64_t z = s += 0x9E3779B97F4A7C15ull;
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBull;
+    return z ^ z >> 31;
+  }
+  double uniform() { return (next() >> 11) * 0x1p-53; }
+  double normal() {  // nearly: enough here
+    double sum = -6;
+    for (int i = 0; i < 12; ++i) sum += uniform();
+    return sum;
+  }
+  i64 below(i64 n) { return static_cast<i64>(next() % static_cast<uint64_t>(n)); }
+  bool chance(double p) { return uniform() < p; }
+  template <class T> T pick(std::initializer_list<T> list) { return *(list.begin() + below(list.size())); }
+};
+
+// ------------------------------------------- Types --------------------------------------------
+
+int size_of(Dtype d) { return d == Dtype::kFloat64 ? 8 : d == Dtype::kFloat32 ? 4 : 2; }
+const char* name_of(Dtype d) {
+  return d == Dtype::kFloat64 ? "float64" : d == Dtype::kFloat32 ? "float32" : d == Dtype::kFloat16 ? "float16" : "bfloat16";
+}
+Dtype accum_of(Dtype d) { return d == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32; }
+double unit(Dtype d) {
+  return d == Dtype::kFloat64 ? 0x1p-53 : d == Dtype::kFloat32 ? 0x1p-24 : d == Dtype::kFloat16 ? 0x1p-11 : 0x1p-8;
+}
+double tiny(Dtype d) { return d == Dtype::kFloat64 ? 1e-300 : d == Dtype::kFloat16 ? 6e-8 : 1e-36; }
+
+double load(const unsigned char* p, Dtype d) {
+  switch (d) {
+    case Dtype::kFloat64: { double x; memcpy(&x, p, 8); return x; }
+    case Dtype::kFloat32: { float x; memcpy(&x, p, 4); return x; }
+    case Dtype::kFloat16: { __half x; memcpy(static_cast<void*>(&x), p, 2); return __half2float(x); }
+    default: { __nv_bfloat16 x; memcpy(static_cast<void*>(&x), p, 2); return __bfloat162float(x); }
+  }
+}
+void store(unsigned char* p, Dtype d, double x) {
+  switch (d) {
+    case Dtype::kFloat64: memcpy(p, &x, 8); break;
+    case Dtype::kFloat32: { const float f = static_cast<float>(x); memcpy(p, &f, 4); break; }
+    case Dtype::kFloat16: { const __half h = __float2half_rn(static_cast<float>(x)); memcpy(p, &h, 2); break; }
+    default: { const __nv_bfloat16 b = __float2bfloat16_rn(static_cast<float>(x)); memcpy(p, &b, 2); break; }
+  }
+}
+
+// -------------------------------- Operands: exact allocations ---------------------------------
+
+struct Layout {
+  const char* name = "contiguous";
+  int order[4] = {0, 1, 2, 3};   // axes from the slowest to the fastest in memory
+  i64 pad = 0;                   // elements after each row of the fastest axis
+  i64 step = 1;                  // stride of the fastest axis
+  bool expand[4] = {};           // stride 0
+  i64 lead = 0;                  // elements before the first: an operand off its alignment
+};
+
+struct Operand {
+  std::string name;
+  Dtype dtype = Dtype::kFloat32;
+  i64 shape[4] = {0, 0, 0, 0}, stride[4] = {0, 0, 0, 0};
+  unsigned char* memory = nullptr;
+  unsigned char* base = nullptr;
+  i64 span = 0, lead = 0;  // elements
+  std::vector<unsigned char> copy;
+  Layout layout;
+
+  Operand() = default;
+  Operand(const Operand&) = delete;
+  Operand& operator=(const Operand&) = delete;
+  ~Operand() { free(memory); }
+
+  i64 elements() const { return shape[0] * shape[1] * shape[2] * shape[3]; }
+  bool used() const { return memory != nullptr; }
+
+  // Poisons all of it.
+  void make(const std::string& n, Dtype d, std::initializer_list<i64> sizes, const Layout& l = Layout{}) {
+    name = n;
+    dtype = d;
+    layout = l;
+    std::copy(sizes.begin(), sizes.end(), shape);
+    i64 next = l.step;
+    bool first = true;
+    for (int i = 3; i >= 0; --i) {
+      const int axis = l.order[i];
+      if (l.expand[axis]) {
+        stride[axis] = 0;
+        continue;
+      }
+      stride[axis] = next;
+      next *= std::max<i64>(shape[axis], 1);
+      if (first) next += l.pad;
+      first = false;
+    }
+    span = 1;
+    for (int axis = 0; axis < 4; ++axis) span += (shape[axis] - 1) * stride[axis];
+    if (elements() == 0) span = 0;
+    lead = l.lead;
+    const size_t bytes = (lead + span) * size_of(d);
+    memory = static_cast<unsigned char*>(malloc(std::max<size_t>(bytes, 1)));
+    memset(memory, 0xFF, bytes);
+    base = memory + lead * size_of(d);
+    emu::track(base, span * size_of(d), name.c_str());
+  }
+  unsigned char* at(i64 a, i64 b, i64 c, i64 e) const {
+    return base + (a * stride[0] + b * stride[1] + c * stride[2] + e * stride[3]) * size_of(dtype);
+  }
+  double get(i64 a, i64 b, i64 c, i64 e) const { return load(at(a, b, c, e), dtype); }
+  template <class F> void each(const F& f) const {
+    for (i64 a = 0; a < shape[0]; ++a)
+      for (i64 b = 0; b < shape[1]; ++b)
+        for (i64 c = 0; c < shape[2]; ++c)
+          for (i64 e = 0; e < shape[3]; ++e) f(a, b, c, e);
+  }
+  template <class F> void fill(const F& value) {
+    each([&](i64 a, i64 b, i64 c, i64 e) { store(at(a, b, c, e), dtype, value()); });
+  }
+  void poison() { memset(memory, 0xFF, (lead + span) * size_of(dtype)); }
+  void remember() { copy.assign(memory, memory + (lead + span) * size_of(dtype)); }
+  bool unchanged() const { return copy.empty() || memcmp(copy.data(), memory, copy.size()) == 0; }
+  // Nothing between the elements was written.
+  bool gaps_intact() const {
+    std::vector<bool> mine(lead + span);
+    each([&](i64 a, i64 b, i64 c, i64 e) { mine[(at(a, b, c, e) - memory) / size_of(dtype)] = true; });
+    for (i64 i = 0; i < lead + span; ++i) {
+      if (mine[i]) continue;
+      for (int byte = 0; byte < size_of(dtype); ++byte) {
+        if (memory[i * size_of(dtype) + byte] != 0xFF) return false;
+      }
+    }
+    return true;
+  }
+  std::vector<double> dense() const {
+    std::vector<double> out;
+    out.reserve(elements());
+    each([&](i64 a, i64 b, i64 c, i64 e) { out.push_back(get(a, b, c, e)); });
+    return out;
+  }
+  gated_delta::View<i64> view() const {
+    gated_delta::View<i64> v;
+    v.data = used() ? base : nullptr;
+    for (int axis = 0; axis < 4; ++axis) v.stride[axis] = used() ? stride[axis] : 0;
+    return v;
+  }
+  std::string describe() const {
+    char text[160];
+    snprintf(text, sizeof text, " %s:%s(%" PRId64 ",%" PRId64 ",%" PRId64 ",%" PRId64 ")%s", name.c_str(), layout.name, stride[0],
+             stride[1], stride[2], stride[3], lead ? "+off" : "");
+    return text;
+  }
+};
+
+Layout input_layout(Rng& rng, const i64 (&sizes)[4], bool may_expand) {
+  Layout l;
+  switch (rng.below(may_expand ? 8 : 6)) {
+    case 0: case 1:
+      l.name = "padded";
+      l.pad = rng.pick<i64>({8, 16, 32, 3});
+      break;
+    case 2: {
+      l.name = "BHTC";
+      const int order[4] = {0, 2, 1, 3};
+      std::copy(order, order + 4, l.order);
+      break;
+    }
+    case 3: {
+      l.name = "channels-slow";
+      const int order[4] = {0, 2, 3, 1};
+      std::copy(order, order + 4, l.order);
+      break;
+    }
+    case 4:
+      l.name = "off-alignment";
+      l.lead = rng.pick<i64>({1, 2, 3, 8});
+      break;
+    case 5:
+      l.name = "every-other";
+      l.step = 2;
+      break;
+    default:
+      l.name = "expanded";
+      for (int axis = 0; axis < 4; ++axis) l.expand[axis] = rng.chance(0.4);
+      l.expand[rng.below(4)] = true;
+  }
+  (void)sizes;
+  return l;
+}
+
+// ------------------------------------------ Problems ------------------------------------------
+
+struct Spec {
+  i64 B = 1, T = 1, H = 1, K = 1, V = 1;
+  Dtype dtype = Dtype::kFloat32, gate_dtype = Dtype::kFloat32;
+  bool log_gate = false, has_initial = false, wants_final = false, strided = false, strided_outputs = false;
+  // Backward. An absent dy counts as zero; the other flags say which gradients are asked for.
+  bool has_dy = true, has_dfinal = false, wants_dinitial = false;
+  bool wants_dq = true, wants_dk = true, wants_dv = true, wants_dgate = true;
+  double scale = 1;
+  int gates = 0;
+  int processors = 132;
+  uint64_t seed = 0;
+
+  std::string describe() const {
+    static const char* const kinds[] = {"0.5..1", "near 1", "zeros and negative", "tiny", "0..1"};
+    char text[500];
+    snprintf(text, sizeof text, "B=%" PRId64 " T=%" PRId64 " H=%" PRId64 " K=%" PRId64 " V=%" PRId64
+             " %s gate %s%s (%s) scale %.4g%s%s%s%s%s%s%s%s%s processors %d",
+             B, T, H, K, V, name_of(dtype), name_of(gate_dtype), log_gate ? " log" : "", kinds[gates], scale,
+             has_initial ? " +initial" : "", wants_final ? " +final" : "", has_dfinal ? " +dfinal" : "",
+             wants_dinitial ? " +dinitial" : "", has_dy ? "" : " -dy", wants_dq ? "" : " -dq", wants_dk ? "" : " -dk",
+             wants_dv ? "" : " -dv", wants_dgate ? "" : " -dgate", processors);
+    return text;
+  }
+};
+
+struct Problem {
+  Spec s;
+  Operand q, k, v, gate, initial;                 // inputs
+  Operand y, final;                               // outputs of the forward operator
+  Operand dy, dfinal;                             // inputs of the backward operator
+  Operand dq, dk, dv, dgate, dinitial;            // its outputs
+  std::deque<Operand> workspaces;
+
+  // For launchers that want scratch memory: exact and poisoned. Contiguous strides of the given shape.
+  Operand& workspace(const std::string& name, Dtype dtype, std::initializer_list<i64> shape) {
+    workspaces.emplace_back();
+    workspaces.back().make(name, dtype, shape);
+    return workspaces.back();
+  }
+
+  void drop_workspaces() {
+    for (Operand& x : workspaces) emu::untrack(x.base);
+    workspaces.clear();
+  }
+
+  std::vector<Operand*> inputs() { return {&q, &k, &v, &gate, &initial, &dy, &dfinal}; }
+  std::vector<Operand*> outputs() { return {&y, &final, &dq, &dk, &dv, &dgate, &dinitial}; }
+
+  Problem(const Spec& spec, bool backward) : s(spec) {
+    emu::untrack_all();
+    Rng rng(s.seed);
+    const i64 rows[4] = {s.B, s.T, s.H, s.K}, columns[4] = {s.B, s.T, s.H, s.V}, state[4] = {s.B, s.H, s.K, s.V};
+    const auto layout = [&](const i64(&sizes)[4], bool expand) {
+      return s.strided && rng.chance(0.6) ? input_layout(rng, sizes, expand) : Layout{};
+    };
+    const auto output_layout = [&] {
+      Layout l;
+      if (s.strided_outputs && rng.chance(0.5)) {
+        l.name = "padded";
+        l.pad = rng.pick<i64>({8, 16, 3});
+      }
+      return l;
+    };
+    const Dtype accum = accum_of(s.dtype);
+    q.make("q", s.dtype, {s.B, s.T, s.H, s.K}, layout(rows, true));
+    k.make("k", s.dtype, {s.B, s.T, s.H, s.K}, layout(rows, true));
+    v.make("v", s.dtype, {s.B, s.T, s.H, s.V}, layout(columns, true));
+    gate.make("gate", s.gate_dtype, {s.B, s.T, s.H, s.V}, layout(columns, true));
+    if (s.has_initial) initial.make("initial", accum, {s.B, s.H, s.K, s.V}, layout(state, true));
+    for (Operand* x : {&q, &k, &v, &initial}) {
+      if (x->used()) x->fill([&] { return rng.normal(); });
+    }
+    gate.fill([&] {
+      double g;
+      switch (s.gates) {
+        case 0: g = 0.5 + 0.5 * rng.uniform(); break;
+        case 1: g = 0.98 + 0.02 * rng.uniform(); break;
+        case 2: g = rng.chance(0.2) ? 0 : 2 * rng.uniform() - 1; break;
+        case 3: g = rng.chance(0.5) ? 1e-20 : 0.5 + 0.5 * rng.uniform(); break;
+        default: g = rng.uniform();
+      }
+      if (s.gate_dtype == Dtype::kFloat16 && std::fabs(g) < 1e-4 && g != 0) g = 1e-4;
+      return s.log_gate ? std::log(std::max(std::fabs(g), 1e-20)) : g;
+    });
+    if (!backward) {
+      y.make("y", s.dtype, {s.B, s.T, s.H, s.V}, output_layout());
+      if (s.wants_final) {
+        Layout l = output_layout();
+        if (s.strided_outputs && rng.chance(0.3)) {
+          l.name = "transposed";
+          l.order[2] = 3;
+          l.order[3] = 2;
+        }
+        final.make("final", accum, {s.B, s.H, s.K, s.V}, l);
+      }
+    } else {
+      if (s.has_dy) dy.make("dy", s.dtype, {s.B, s.T, s.H, s.V}, layout(columns, true));
+      if (s.has_dfinal) dfinal.make("dfinal", accum, {s.B, s.H, s.K, s.V}, layout(state, true));
+      for (Operand* x : {&dy, &dfinal}) {
+        if (x->used()) x->fill([&] { return rng.normal(); });
+      }
+      if (s.wants_dq) dq.make("dq", s.dtype, {s.B, s.T, s.H, s.K}, output_layout());
+      if (s.wants_dk) dk.make("dk", s.dtype, {s.B, s.T, s.H, s.K}, output_layout());
+      if (s.wants_dv) dv.make("dv", s.dtype, {s.B, s.T, s.H, s.V}, output_layout());
+      if (s.wants_dgate) dgate.make("dgate", accum, {s.B, s.T, s.H, s.V}, output_layout());
+      if (s.wants_dinitial) dinitial.make("dinitial", accum, {s.B, s.H, s.K, s.V}, output_layout());
+    }
+    for (Operand* x : inputs()) {
+      if (x->used()) x->remember();
+    }
+  }
+  std::string layouts() {
+    std::string text;
+    for (Operand* x : inputs()) if (x->used()) text += x->describe();
+    for (Operand* x : outputs()) if (x->used() && x->layout.name != Layout{}.name) text += x->describe();
+    return text;
+  }
+};
+
+// ------------------------------------------ Reference -----------------------------------------
+// Dense float64 arrays: q, k (B, T, H, K); v, gate, dy (B, T, H, V); states (B, H, K, V). With `absolute`, all
+// factors by their absolute values: the scale of rounding errors, element by element.
+
+struct Dense {
+  i64 B, T, H, K, V;
+  double scale;
+  std::vector<double> q, k, v, gate, initial, dy, dfinal;  // gate: plain, the exponential already taken
+  std::vector<double> y, final, dq, dk, dv, dgate, dinitial;
+
+  Dense(const Problem& p, bool absolute) : B(p.s.B), T(p.s.T), H(p.s.H), K(p.s.K), V(p.s.V), scale(p.s.scale) {
+    q = p.q.dense();
+    k = p.k.dense();
+    v = p.v.dense();
+    gate = p.gate.dense();
+    if (p.s.log_gate) for (double& g : gate) g = std::exp(g);
+    initial = p.initial.used() ? p.initial.dense() : std::vector<double>(B * H * K * V);
+    dy = p.dy.used() ? p.dy.dense() : std::vector<double>(B * T * H * V);
+    dfinal = p.dfinal.used() ? p.dfinal.dense() : std::vector<double>(B * H * K * V);
+    if (absolute) {
+      for (auto* x : {&q, &k, &v, &gate, &initial, &dy, &dfinal})
+        for (double& e : *x) e = std::fabs(e);
+      scale = std::fabs(scale);
+    }
+  }
+
+  void forward() {
+    y.assign(B * T * H * V, 0);
+    final.assign(B * H * K * V, 0);
+    std::vector<double> S(K * V);
+    for (i64 b = 0; b < B; ++b) for (i64 h = 0; h < H; ++h) {
+      std::copy_n(&initial[0] + (b * H + h) * K * V, K * V, S.begin());
+      for (i64 t = 0; t < T; ++t) {
+        const i64 row = (b * T + t) * H + h;
+        step(S.data(), row);
+        double* out = &y[row * V];
+        for (i64 i = 0; i < K; ++i) for (i64 j = 0; j < V; ++j) out[j] += q[row * K + i] * S[i * V + j];
+        for (i64 j = 0; j < V; ++j) out[j] *= scale;
+      }
+      std::copy_n(S.begin(), K * V, final.begin() + (b * H + h) * K * V);
+    }
+  }
+  void step(double* S, i64 row) const {
+    for (i64 i = 0; i < K; ++i) for (i64 j = 0; j < V; ++j)
+      S[i * V + j] = gate[row * V + j] * S[i * V + j] + k[row * K + i] * v[row * V + j];
+  }
+
+  //   R_t = scale q_t dy_t^T + R_{t+1} diag(gate_{t+1}), with R_T = scale q_T dy_T^T + dfinal
+  //   dq_t = scale S_t dy_t, dk_t = R_t v_t, dv_t = R_t^T k_t,
+  //   dgate_t[j] = sum_i S_{t-1}[i,j] R_t[i,j], dinitial = R_1 diag(gate_1); for log gates dgate * gate.
+  void backward(bool log_gate) {
+    dq.assign(B * T * H * K, 0);
+    dk.assign(B * T * H * K, 0);
+    dv.assign(B * T * H * V, 0);
+    dgate.assign(B * T * H * V, 0);
+    dinitial.assign(B * H * K * V, 0);
+    std::vector<double> S((T + 1) * K * V), R(K * V);
+    for (i64 b = 0; b < B; ++b) for (i64 h = 0; h < H; ++h) {
+      std::copy_n(&initial[0] + (b * H + h) * K * V, K * V, S.begin());
+      for (i64 t = 0; t < T; ++t) {
+        std::copy_n(&S[t * K * V], K * V, &S[(t + 1) * K * V]);
+        step(&S[(t + 1) * K * V], (b * T + t) * H + h);
+      }
+      std::copy_n(&dfinal[0] + (b * H + h) * K * V, K * V, R.begin());
+      for (i64 t = T - 1; t >= 0; --t) {
+        const i64 row = (b * T + t) * H + h;
+        const double* before = &S[t * K * V];
+        const double* now = &S[(t + 1) * K * V];
+        for (i64 i = 0; i < K; ++i) {
+          double sum_q = 0, sum_k = 0;
+          for (i64 j = 0; j < V; ++j) {
+            double& r = R[i * V + j];
+            r += scale * q[row * K + i] * dy[row * V + j];
+            sum_q += now[i * V + j] * dy[row * V + j];
+            sum_k += r * v[row * V + j];
+            dv[row * V + j] += r * k[row * K + i];
+            dgate[row * V + j] += before[i * V + j] * r;
+            r *= gate[row * V + j];
+          }
+          dq[row * K + i] = scale * sum_q;
+          dk[row * K + i] = sum_k;
+        }
+        if (log_gate) for (i64 j = 0; j < V; ++j) dgate[row * V + j] *= gate[row * V + j];
+      }
+      std::copy_n(R.begin(), K * V, dinitial.begin() + (b * H + h) * K * V);
+    }
+  }
+};
+
+// ------------------------------------------- Calls --------------------------------------------
+
+// What forward and backward calls share.
+Params shared_arguments(const Problem& p) {
+  Params a;
+  a.q = p.q.view();
+  a.k = p.k.view();
+  a.v = p.v.view();
+  a.gate = p.gate.view();
+  a.B = p.s.B;
+  a.T = p.s.T;
+  a.H = p.s.H;
+  a.K = p.s.K;
+  a.V = p.s.V;
+  a.dtype = p.s.dtype;
+  a.gate_dtype = p.s.gate_dtype;
+  a.log_gate = p.s.log_gate;
+  a.scale = p.s.scale;
+  a.initial_state = p.initial.view();
+  return a;
+}
+
+cudaError_t call_forward(Problem& p) {
+  Params a = shared_arguments(p);
+  a.y = p.y.view();
+  a.final_state = p.final.view();
+  if (p.s.K > gated_delta::max_rows(p.s.dtype))
+    a.partial = p.workspace("partial", accum_of(p.s.dtype), {p.s.B, p.s.T, p.s.H, p.s.V}).view();
+  return gated_delta::launch_forward(a, nullptr);
+}
+
+#ifdef EMU_BACKWARD
+#include "backward_call.h"
+#else
+cudaError_t call_backward(Problem&) { return cudaErrorNotSupported; }
+#endif
+
+// ----------------------------------------- Comparison -----------------------------------------
+
+double bar_factor = 1;
+std::map<std::string, double> worst;  // of error / bound, and norms
+
+// Every element within its bound, every element written, the norm of the error under the dtype's bar.
+std::string compare(const Operand& got, const std::vector<double>& want, const std::vector<double>& size, double steps,
+                    Dtype accum, double slack) {
+  if (!got.used()) return "";
+  const double u_out = unit(got.dtype), u = unit(accum);
+  double error2 = 0, norm2 = 0, abs2 = 0;
+  i64 n = 0, bad = 0, unwritten = 0;
+  char text[400] = "";
+  got.each([&](i64 a, i64 b, i64 c, i64 e) {
+    const double x = got.get(a, b, c, e), ref = want[n], scale = size[n];
+    const double bound = 1.01 * u_out * std::fabs(ref) + bar_factor * (32 + steps) * u * scale + tiny(got.dtype) + tiny(accum);
+    const double error = std::fabs(x - ref);
+    uint64_t ones = ~0ull;
+    if (memcmp(got.at(a, b, c, e), &ones, size_of(got.dtype)) == 0) ++unwritten;
+    if (!(error <= bound)) {
+      if (bad++ == 0)
+        snprintf(text, sizeof text, "%s[%" PRId64 ",%" PRId64 ",%" PRId64 ",%" PRId64 "] = %.9g, expected %.9g, error %.2e, bound %.2e",
+                 got.name.c_str(), a, b, c, e, x, ref, error, bound);
+    } else if (bound > 0) {
+      double& w = worst[std::string("element error/bound ") + got.name + " " + name_of(got.dtype)];
+      w = std::max(w, error / bound);
+    }
+    error2 += error * error;
+    norm2 += ref * ref;
+    abs2 += scale * scale;
+    ++n;
+  });
+  std::string result;
+  if (bad > 0) {
+    result = text;
+    snprintf(text, sizeof text, " (%" PRId64 " of %" PRId64 " elements wrong, %" PRId64 " unwritten)", bad, n, unwritten);
+    return result + text;
+  }
+  if (n >= 256 && norm2 > 1e-60) {
+    const double norm = std::sqrt(error2 / norm2);
+    const double bar = slack * bar_factor *
+        (got.dtype == Dtype::kFloat64 ? 1e-14 : got.dtype == Dtype::kFloat32 ? 3e-7 : got.dtype == Dtype::kFloat16 ? 1e-3 : 2.5e-3);
+    double& w = worst[std::string("norm error ") + got.name + " " + name_of(got.dtype)];
+    w = std::max(w, norm);
+    // Where sums cancel almost wholly no bar can hold.
+    if (!(norm <= bar) && std::sqrt(norm2) > 0.02 * std::sqrt(abs2)) {
+      snprintf(text, sizeof text, "%s: norm of the error %.2e of the norm, bar %.2e", got.name.c_str(), norm, bar);
+      return text;
+    }
+  }
+  if (!got.gaps_intact()) return got.name + ": wrote between the operand's elements";
+  return "";
+}
+
+std::string current;  // the running case
+extern "C" void emu_context() { fprintf(stderr, "emu: in %s\n", current.c_str()); }
+
+struct Schedule { emu::Order order; uint64_t seed; const char* name; };
+const Schedule kSchedules[] = {{emu::kForward, 0, "forward"}, {emu::kReverse, 0, "reverse"}, {emu::kRandom, 1, "random 1"},
+                               {emu::kRandom, 2, "random 2"}, {emu::kRandom, 3, "random 3"}};
+
+// Runs the case under each schedule; all results alike to the bit.
+std::string run_case(const Spec& spec, bool backward, const std::vector<int>& schedules, std::string* detail) {
+  Problem p(spec, backward);
+  *detail = p.layouts();
+  current = spec.describe() + *detail;
+  emu::processors = spec.processors;
+  Dense want(p, false), size(p, true);
+  bool referred = false;
+  std::vector<std::vector<unsigned char>> first;
+  for (int which : schedules) {
+    emu::order = kSchedules[which].order;
+    emu::seed = kSchedules[which].seed + spec.seed * 1000;
+    for (Operand* x : p.outputs()) if (x->used()) x->poison();
+    p.drop_workspaces();
+    emu::errors.clear();
+    const std::string label = std::string("[order ") + kSchedules[which].name + "] ";
+    const cudaError_t error = backward ? call_backward(p) : call_forward(p);
+    if (!emu::errors.empty()) return label + "ERROR: " + emu::errors[0] + " (" + std::to_string(emu::errors.size()) + " such messages)";
+    if (error != cudaSuccess) return label + "the launch returned CUDA error " + std::to_string(error);
+    for (Operand* x : p.inputs()) if (x->used() && !x->unchanged()) return label + "input " + x->name + " was modified";
+    if (!first.empty()) {
+      size_t i = 0;
+      for (Operand* x : p.outputs()) {
+        if (!x->used()) continue;
+        if (memcmp(first[i].data(), x->memory, first[i].size()) != 0)
+          return label + x->name + " differs from the result in order " + kSchedules[schedules[0]].name;
+        ++i;
+      }
+      continue;
+    }
+    for (Operand* x : p.outputs())
+      if (x->used()) first.emplace_back(x->memory, x->memory + (x->lead + x->span) * size_of(x->dtype));
+    if (!referred) {
+      referred = true;
+      if (backward) {
+        want.backward(spec.log_gate);
+        size.backward(spec.log_gate);
+      } else {
+        want.forward();
+        size.forward();
+      }
+    }
+    const Dtype accum = accum_of(spec.dtype);
+    const double steps = 0.5 * spec.T;
+    // The rounding of an exponential repeats at every step where a log gate is the same for all; a gradient that
+    // only decays (no dy), or a state's, has had T roundings. Neither is an error of the kernels.
+    const double slack = (spec.log_gate ? 1 + spec.T / 16.0 : 1) * (spec.has_dy ? 1 : 2);
+    std::string text;
+    const auto both = [&](const Operand& x, const std::vector<double>& w, const std::vector<double>& z) {
+      if (text.empty()) text = compare(x, w, z, steps, accum, slack);
+    };
+    both(p.y, want.y, size.y);
+    both(p.final, want.final, size.final);
+    both(p.dq, want.dq, size.dq);
+    both(p.dk, want.dk, size.dk);
+    both(p.dv, want.dv, size.dv);
+    both(p.dgate, want.dgate, size.dgate);
+    both(p.dinitial, want.dinitial, size.dinitial);
+    if (!text.empty()) return label + text;
+  }
+  return "";
+}
+
+// -------------------------------------------- Cases -------------------------------------------
+
+std::vector<Spec> all_cases(bool backward, uint64_t seed, int rounds) {
+  struct Pair { Dtype dtype, gate; };
+  const Pair pairs[] = {{Dtype::kFloat32, Dtype::kFloat32}, {Dtype::kBFloat16, Dtype::kBFloat16},
+                        {Dtype::kFloat16, Dtype::kFloat16}, {Dtype::kFloat64, Dtype::kFloat64},
+                        {Dtype::kBFloat16, Dtype::kFloat32}, {Dtype::kFloat16, Dtype::kFloat32}};
+  std::vector<Spec> cases;
+  Rng rng(seed);
+  for (int round = 0; round < rounds; ++round)
+    for (i64 K : {1, 7, 16, 20, 24, 32, 60, 64, 100, 128, 130})
+      for (i64 V : {1, 7, 16, 20, 24, 32, 60, 64, 100, 128, 130})
+        for (const Pair& pair : pairs) {
+          Spec s;
+          s.K = K;
+          s.V = V;
+          s.dtype = pair.dtype;
+          s.gate_dtype = pair.gate;
+          s.T = rng.pick<i64>({1, 7, 17, 65, 150});
+          s.B = rng.pick<i64>({1, 1, 2});
+          s.H = rng.pick<i64>({1, 2, 3});
+          while (s.B * s.H * s.T * s.K * s.V > 1500000 && s.B * s.H > 1) (s.H > 1 ? s.H : s.B) -= 1;
+          s.log_gate = rng.chance(0.3);
+          s.has_initial = rng.chance(0.5);
+          s.wants_final = rng.chance(0.5);
+          s.has_dfinal = rng.chance(0.5);
+          s.wants_dinitial = rng.chance(0.5);
+          if (backward && rng.chance(0.25)) {
+            s.wants_dq = rng.chance(0.5);
+            s.wants_dk = rng.chance(0.5);
+            s.wants_dv = rng.chance(0.5);
+            s.wants_dgate = rng.chance(0.5);
+            if (!(s.wants_dq || s.wants_dk || s.wants_dv || s.wants_dgate)) s.wants_dinitial = true;
+            if (s.has_dfinal) s.has_dy = rng.chance(0.5);
+          }
+          s.strided = rng.chance(0.45);
+          s.strided_outputs = !backward && rng.chance(0.2);
+          s.scale = rng.chance(0.4) ? 1.0 : rng.chance(0.9) ? 1 / std::sqrt(static_cast<double>(K)) : -0.5;
+          s.gates = static_cast<int>(rng.below(5));
+          s.processors = rng.pick<int>({132, 132, 1, 4, 20});
+          s.seed = rng.next() >> 34;
+          cases.push_back(s);
+        }
+  // A few beyond the grid: K of 0 (forward), K of three slices, long T, many heads.
+  const i64 extra[][5] = {{1, 9, 2, 0, 20}, {1, 40, 1, 300, 12}, {1, 700, 1, 24, 24}, {3, 5, 40, 24, 8}, {2, 33, 3, 24, 24},
+                          {1, 257, 2, 64, 64}, {1, 33, 1, 257, 36}, {5, 1, 1, 1, 1}, {1, 1500, 1, 8, 4}};
+  for (const auto& e : extra)
+    for (Dtype dtype : {Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat64})
+      for (int processors : {132, 1}) {
+        Spec s;
+        s.B = e[0];
+        s.T = e[1];
+        s.H = e[2];
+        s.K = e[3];
+        s.V = e[4];
+        if (backward && s.K == 0) continue;
+        s.dtype = s.gate_dtype = dtype;
+        s.has_initial = s.wants_final = s.has_dfinal = s.wants_dinitial = true;
+        s.gates = e[1] > 500 ? 1 : 0;
+        s.processors = processors;
+        s.seed = rng.next() >> 34;
+        cases.push_back(s);
+      }
+  return cases;
+}
+
+// The float64 gradient formulas against central differences of the float64 forward loop.
+int selftest() {
+  int bad = 0;
+  for (bool log_gate : {false, true}) {
+    Spec s;
+    s.B = 2; s.T = 5; s.H = 2; s.K = 3; s.V = 4;
+    s.dtype = s.gate_dtype = Dtype::kFloat64;
+    s.has_initial = s.has_dfinal = s.wants_dinitial = true;
+    s.log_gate = log_gate;
+    s.scale = 0.7;
+    s.gates = log_gate ? 0 : 2;
+    s.seed = 5;
+    Problem p(s, true);
+    Dense d(p, false);
+    d.backward(log_gate);
+    std::vector<double> raw = p.gate.dense();
+    const auto loss = [&] {
+      d.forward();
+      double sum = 0;
+      for (size_t i = 0; i < d.y.size(); ++i) sum += d.y[i] * d.dy[i];
+      for (size_t i = 0; i < d.final.size(); ++i) sum += d.final[i] * d.dfinal[i];
+      return sum;
+    };
+    const auto test = [&](const char* name, std::vector<double>& x, const std::vector<double>& grad, bool logs) {
+      double most = 0;
+      for (size_t i = 0; i < x.size(); ++i) {
+        const double was = x[i], h = 1e-5;
+        x[i] = logs ? was * std::exp(h) : was + h;
+        const double up = loss();
+        x[i] = logs ? was * std::exp(-h) : was - h;
+        const double down = loss();
+        x[i] = was;
+        most = std::max(most, std::fabs((up - down) / (2 * h) - grad[i]));
+      }
+      printf("selftest%s: %s differs from central differences by at most %.1e\n", log_gate ? " (log gate)" : "", name, most);
+      if (!(most < 1e-6)) ++bad;
+    };
+    test("dq", d.q, d.dq, false);
+    test("dk", d.k, d.dk, false);
+    test("dv", d.v, d.dv, false);
+    test("dgate", d.gate, d.dgate, log_gate);
+    test("dinitial", d.initial, d.dinitial, false);
+  }
+  printf("selftest: %s\n", bad ? "FAIL" : "ok");
+  return bad != 0;
+}
+
+int main(int argc, char** argv) {
+  setvbuf(stdout, nullptr, _IOLBF, 0);
+  const std::string what = argc > 1 ? argv[1] : "forward";
+  bool quick = false, verbose = false, all_orders = false, times = false;
+  int shard = 0, shards = 1, rounds = -1, limit = 10;
+  i64 only = -1;
+  uint64_t seed = 1;
+  std::string dtype;
+  i64 T = -1, K = -1, V = -1;
+  for (int i = 2; i < argc; ++i) {
+    const std::string a = argv[i];
+    const auto value = [&] {
+      if (i + 1 >= argc) exit(2);
+      return argv[++i];
+    };
+    if (a == "--quick") quick = true;
+    else if (a == "--verbose") verbose = true;
+    else if (a == "--times") times = true;
+    else if (a == "--all-orders") all_orders = true;
+    else if (a == "--shard") sscanf(value(), "%d/%d", &shard, &shards);
+    else if (a == "--rounds") rounds = atoi(value());
+    else if (a == "--limit") limit = atoi(value());
+    else if (a == "--case") only = atoll(value());
+    else if (a == "--seed") seed = strtoull(value(), nullptr, 10);
+    else if (a == "--bars") bar_factor = atof(value());
+    else if (a == "--dtype") dtype = value();
+    else if (a == "--T") T = atoll(value());
+    else if (a == "--K") K = atoll(value());
+    else if (a == "--V") V = atoll(value());
+    else {
+      fprintf(stderr, "unknown option %s\n", a.c_str());
+      return 2;
+    }
+  }
+  if (what == "selftest") return shard == 0 ? selftest() : 0;
+  const bool backward = what == "backward";
+#ifndef EMU_BACKWARD
+  if (backward) {
+    fprintf(stderr, "the source has no launch_backward\n");
+    return 2;
+  }
+#endif
+  if (rounds < 0) rounds = backward ? 1 : 2;
+  const std::vector<Spec> cases = all_cases(backward, seed, rounds);
+  int ran = 0, failed = 0;
+  i64 mine = 0;
+  const auto start = std::chrono::steady_clock::now();
+  std::map<std::string, int> kernels;
+  for (i64 n = 0; n < static_cast<i64>(cases.size()); ++n) {
+    const Spec& s = cases[n];
+    if (only >= 0 && n != only) continue;
+    if (!dtype.empty() && dtype != name_of(s.dtype)) continue;
+    if ((T >= 0 && s.T != T) || (K >= 0 && s.K != K) || (V >= 0 && s.V != V)) continue;
+    if (only < 0 && quick && Rng(n).below(dtype.empty() ? 8 : 4) != 0) continue;
+    if (only < 0 && mine++ % shards != shard) continue;
+    if (only >= 0 && shard != 0) continue;
+    // One schedule each, in turn; every fourth case all of them.
+    std::vector<int> schedules = {static_cast<int>(n % 5)};
+    if (all_orders || only >= 0 || ran % 4 == 0) schedules = {0, 1, 2, 3, 4};
+    if (emu::race_build && !all_orders) schedules = {static_cast<int>(n % 5)};
+    std::string detail;
+    emu::trace = verbose;
+    emu::launched.clear();
+    const auto from = std::chrono::steady_clock::now();
+    const std::string problem = run_case(s, backward, schedules, &detail);
+    const double took = std::chrono::duration<double>(std::chrono::steady_clock::now() - from).count();
+    ++ran;
+    if (times) printf("%.3f s, %zu schedules: case %" PRId64 ": %s\n", took, schedules.size(), n, s.describe().c_str());
+    for (const std::string& line : emu::launched) {
+      // "name Traits<...>" out of the launching function's signature.
+      const size_t with = line.find("[with");
+      const std::string name = line.substr(line.find(" shared ") + 8, with - line.find(" shared ") - 8);
+      size_t from_traits = line.find("Traits<", with), depth = 0, until = from_traits;
+      if (from_traits == std::string::npos) {
+        ++kernels[name.substr(name.find(' ') + 1)];
+        continue;
+      }
+      while (from_traits > 0 && isalnum(line[from_traits - 1])) --from_traits;
+      for (until = line.find('<', from_traits); until < line.size(); ++until) {
+        depth += line[until] == '<';
+        depth -= line[until] == '>';
+        if (depth == 0) break;
+      }
+      ++kernels[name.substr(name.find(' ') + 1) + " " + line.substr(from_traits, until + 1 - from_traits)];
+    }
+    if (!problem.empty()) {
+      if (++failed <= limit)
+        printf("FAIL case %" PRId64 ": %s\n     %s\n    %s\n", n, s.describe().c_str(), problem.c_str(), detail.c_str());
+      if (failed >= 200) break;
+    } else if (only >= 0) {
+      printf("ok case %" PRId64 ": %s\n    %s\n", n, s.describe().c_str(), detail.c_str());
+    }
+  }
+  const double took = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  for (const auto& [name, n] : kernels) printf("  %5d launches of %s\n", n, name.c_str());
+  if (verbose) for (const auto& [name, w] : worst) printf("  largest %s: %.3g\n", name.c_str(), w);
+  printf("%s: %d of %d cases failed (shard %d/%d, %.1f s; %" PRIu64 " launches, %" PRIu64 " blocks, %" PRIu64 " threads, %" PRIu64
+         " switches, %" PRIu64 " collectives, %" PRIu64 " barriers)\n",
+         what.c_str(), failed, ran, shard, shards, took, emu::counts.launches, emu::counts.blocks, emu::counts.threads,
+         emu::counts.switches, emu::counts.collectives, emu::counts.barriers);
+  return failed != 0 || ran == 0;
+}

@@ -1,0 +1,433 @@
+#!/usr/bin/env python3
+"""Builds and runs the CUDA source on this machine's CPU. See README.md beside this file, or --help."""
+
+import argparse
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+PROJECT = os.path.dirname(os.path.dirname(HERE))
+BUILD = os.environ.get("EMU_BUILD", os.path.join(HERE, "build"))
+SHIM = os.path.join(HERE, "shim")
+DUMP_PYTHON = os.environ.get("EMU_PYTHON", sys.executable)  # has torch, which gated_delta_jit.py imports
+CUDA = os.environ.get("EMU_CUDA", os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include"))
+NICE = ["nice", "-n", "10"]
+FLAGS = {
+    "plain": [],
+    "asan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g1"],
+    "race": ["-DEMU_RACE"],
+}
+# Of the kernels alone. With -fsanitize=thread gcc calls a hook at every access; shim/emu.cpp has the hooks.
+KERNEL_FLAGS = {"plain": [], "asan": [], "race": ["-fsanitize=thread", "-DEMU_RACE"]}
+
+
+def dump(source, script):
+    """The CUDA source: a .cu file, or what gated_delta_jit.py --dump writes."""
+    if source:
+        with open(source) as file:
+            return file.read()
+    folder = os.path.join(BUILD, "dump")
+    os.makedirs(folder, exist_ok=True)
+    run = subprocess.run([DUMP_PYTHON, script, "--dump", folder], capture_output=True, text=True, check=False)
+    if run.returncode != 0:
+        sys.exit(f"--dump failed:\n{run.stdout}{run.stderr}")
+    with open(os.path.join(folder, "gated_delta.cu")) as file:
+        return file.read()
+
+
+def blank_comments(text):
+    """The text with comments and strings blanked, at unchanged offsets."""
+    pattern = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.S)
+    return pattern.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), text)
+
+
+def balanced_end(text, start, opening, closing):
+    depth = 0
+    for i in range(start, len(text)):
+        if text[i] in opening:
+            depth += 1
+        elif text[i] in closing:
+            depth -= 1
+            if depth == 0:
+                return i + 1
+    raise ValueError(f"unbalanced {opening} from offset {start}: {text[start : start + 80]!r}")
+
+
+def rewrite(text):
+    """CUDA to C++. The number of lines stays, so that messages name lines of gated_delta.cu."""
+    # kernel<...><<<config>>>(args), from the last to the first.
+    while True:
+        clean = blank_comments(text)
+        at = clean.rfind("<<<")
+        if at < 0:
+            break
+        end_config = clean.index(">>>", at)
+        end = balanced_end(clean, clean.index("(", end_config), "(", ")")
+        args = text[clean.index("(", end_config) + 1 : end - 1]
+        begin = len(clean[:at].rstrip())
+        if clean[begin - 1] == ">":
+            depth = 0
+            while True:
+                begin -= 1
+                depth += {">": 1, "<": -1}.get(clean[begin], 0)
+                if depth == 0:
+                    break
+        begin = re.search(r"[\w:]+\s*$", clean[:begin]).start()
+        callee = text[begin:at].strip()
+        config = text[at + 3 : end_config]
+        space = "\n" * text[begin:end].count("\n")
+        strip = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
+        flat_args, flat_config, flat_callee = (" ".join(strip.sub(" ", x).split()) for x in (args, config, callee))
+        name = flat_callee.replace('"', "")
+        comma = ", " if flat_args else ""
+        call = (
+            f'::emu::run(::emu::config({flat_config}), "{name}", ::emu::address({flat_callee}), '
+            f"[&](const auto&... emu_args) {{ {flat_callee}(emu_args...); }}{comma}{flat_args}){space}"
+        )
+        text = text[:begin] + call + text[end:]
+    # Shared memory.
+    text = re.sub(
+        r"extern\s+__shared__\s+(?:(?:__align__|alignas)\s*\([^)]*\)\s*)?([\w:]+(?:\s+[\w:]+)*?)\s+(\w+)\s*\[\s*\]\s*;",
+        r"\1* const \2 = reinterpret_cast<\1*>(::emu::dynamic_shared());",
+        text,
+    )
+    count = 0
+
+    def static(match):
+        nonlocal count
+        count += 1
+        kind, name, dims = match.group(1).strip(), match.group(2), match.group(3)
+        return (
+            f"using emu_shared_{name} = {kind}{dims}; emu_shared_{name}& {name} = "
+            f"*static_cast<emu_shared_{name}*>(::emu::static_shared({count}, sizeof(emu_shared_{name})));"
+        )
+
+    text = re.sub(
+        r"__shared__\s+(?:(?:__align__|alignas)\s*\([^)]*\)\s*)?([^;=]*?)\s*\b(\w+)\s*((?:\[[^\]]*\]\s*)*);",
+        static,
+        text,
+    )
+    return text
+
+
+def digest(*parts):
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def read(path):
+    with open(path) as file:
+        return file.read()
+
+
+def compile_object(name, path_in, includes, flags, quiet):
+    """Compiles once per content of the file, its includes and the flags."""
+    command = ["g++", "-std=c++17", "-march=native", "-ffp-contract=off", "-isystem", CUDA, "-I", SHIM, *flags]
+    command += ["-Wno-unknown-pragmas"]
+    key = digest(read(path_in), *(read(f) for f in includes), " ".join(command))
+    out = os.path.join(BUILD, f"{name}-{key}.o")
+    if os.path.exists(out):
+        return out, None
+    work = out + f".{os.getpid()}.tmp"
+    if not quiet:
+        print(f"emu: compiling {name} ({' '.join(flags)})", flush=True)
+    process = subprocess.Popen(
+        [*NICE, *command, "-c", path_in, "-o", work], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    return out, (process, work, out)
+
+
+def prune():
+    """Drops all but the newest results of earlier builds."""
+    paths = [
+        os.path.join(BUILD, name)
+        for name in os.listdir(BUILD)
+        if name.startswith(("kernels-", "driver-", "test-", "src-"))
+    ]
+    for path in sorted(paths, key=os.path.getmtime)[:-80]:
+        if os.path.isdir(path):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            os.remove(path)
+
+
+def build(source, mode, optimise, only_float, quiet=False):
+    """The path of the test program, or a string of compiler messages."""
+    os.makedirs(BUILD, exist_ok=True)
+    prune()
+    contract = source[: source.index("#include <cuda_bf16.h>")]
+    if only_float:  # quicker to compile: half-precision and double cases of the launchers' switches go
+        source = re.sub(
+            r"case Dtype::k(?:Float16|BFloat16|Float64):\s*\n\s*(?:error = (?:(?!case |break;).)*?break;|return \w+<[^;]*;)",
+            "", source, flags=re.S,
+        )  # fmt: skip
+    backward = "launch_backward" in source
+    converted = '#include <cuda_runtime.h>\n#line 1 "gated_delta.cu"\n' + rewrite(source)
+    key = digest(converted, mode)
+    folder = os.path.join(BUILD, f"src-{key}")
+    os.makedirs(folder, exist_ok=True)
+    for name, text in (("gated_delta.emu.cpp", converted), ("contract.h", contract)):
+        path = os.path.join(folder, name)
+        if not os.path.exists(path) or read(path) != text:
+            with open(path, "w") as file:
+                file.write(text)
+    headers = [os.path.join(SHIM, "emu.h"), os.path.join(folder, "contract.h")]
+    driver = os.path.join(HERE, "driver.cpp")
+    call = os.path.join(HERE, "backward_call.h")
+    defines = ["-DEMU_BACKWARD"] if backward else []
+    jobs = [
+        compile_object(
+            "kernels",
+            os.path.join(folder, "gated_delta.emu.cpp"),
+            headers[:1],
+            [optimise, *FLAGS[mode], *KERNEL_FLAGS[mode]],
+            quiet,
+        ),
+        compile_object("emu", os.path.join(SHIM, "emu.cpp"), headers[:1], ["-O2", *FLAGS[mode]], quiet),
+        compile_object("driver", driver, [*headers, call], ["-O2", "-I", folder, *defines, *FLAGS[mode]], quiet),
+    ]
+    for _, job in jobs:
+        if job:
+            process, work, out = job
+            messages, _ = process.communicate()
+            if process.returncode != 0:
+                return messages
+            if messages.strip() and not quiet:
+                print(messages, flush=True)
+            os.replace(work, out)
+    program = os.path.join(BUILD, "test-" + digest(*(out for out, _ in jobs)))
+    if not os.path.exists(program):
+        link = [
+            "g++",
+            *[f for f in FLAGS[mode] if f.startswith("-f")],
+            *(out for out, _ in jobs),
+            "-o",
+            program,
+            "-lpthread",
+        ]
+        run = subprocess.run(link, capture_output=True, text=True, check=False)
+        if run.returncode != 0:
+            return run.stdout + run.stderr
+    return [program]
+
+
+def execute(program, what, args, jobs, mode, quiet=False):
+    """Runs the cases in `jobs` processes. True if all passed."""
+    environment = dict(os.environ)
+    environment.setdefault("ASAN_OPTIONS", "detect_leaks=0:detect_stack_use_after_return=0:allocator_may_return_null=1")
+    environment.setdefault("UBSAN_OPTIONS", "print_stacktrace=1")
+    start = time.time()
+    running = []
+    for shard in range(jobs):
+        command = [*NICE, program, what, "--shard", f"{shard}/{jobs}", *args]
+        out = open(os.path.join(BUILD, f"out-{os.getpid()}-{shard}.log"), "w+")
+        running.append((subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment), out))
+    passed = True
+    text = ""
+    for process, out in running:
+        code = process.wait()
+        out.seek(0)
+        part = out.read()
+        text += part
+        out.close()
+        os.remove(out.name)
+        if code != 0:
+            passed = False
+            text += f"emu: exit status {code}\n"
+    if not quiet:
+        sys.stdout.write(text)
+        print(f"emu: {what} ({mode}): {'PASS' if passed else 'FAIL'} in {time.time() - start:.1f} s", flush=True)
+    return passed, text
+
+
+# Name, pattern, replacement, the build that has to notice, and where it isn't forward, the operator. Each must change
+# the source.
+MUTATIONS = [
+    ("drop the barrier after publishing", r"(\n\s*)__syncthreads\(\);", r"\1;", "plain"),
+    ("drop the barrier, race check", r"(\n\s*)__syncthreads\(\);", r"\1;", "race"),
+    ("one half of shared memory only", r"\? half : -half", r"? 0 : 0", "plain"),
+    ("one half of shared memory only, race check", r"\? half : -half", r"? 0 : 0", "race"),
+    (
+        "shared memory for one half only",
+        r"2 \* warps \* Traits::kStateWords \* Traits",
+        r"warps * Traits::kStateWords * Traits",
+        "asan",
+    ),
+    (
+        "shared memory for one half only, race check",
+        r"2 \* warps \* Traits::kStateWords \* Traits",
+        r"warps * Traits::kStateWords * Traits",
+        "race",
+    ),
+    ("flip the sign of k v", r"tile\.k\(c, i\) \* tile\.v\(c, m\)\)", r"-tile.k(c, i) * tile.v(c, m))", "plain"),
+    ("fold one warp too few", r"fold\(0, warp\)", r"fold(0, warp - 1)", "plain"),
+    ("row bound off by one (reads past the end)", r"row \+ e < rows\)", r"row + e <= rows)", "asan"),
+    ("row bound off by one, race build", r"row \+ e < rows\)", r"row + e <= rows)", "race"),
+    (
+        "shift the gate by one step",
+        r"first \+ static_cast<int64_t>\(c\) \* view\.stride\[1\];\n(\s*)if constexpr \(!kWhole",
+        r"first + static_cast<int64_t>(c > 0 ? c - 1 : c) * view.stride[1];\n\1if constexpr (!kWhole",
+        "plain",
+    ),
+    (
+        "wrong shuffle distance",
+        r"stretch\.decay\[m\], distance \* kStateLanes\)",
+        r"stretch.decay[m], distance * kStateLanes / 2)",
+        "plain",
+    ),
+    (
+        "a shuffle in one branch only",
+        r"const Accum earlier = __shfl_up_sync\(~0u, stretch\.decay\[m\], distance \* kStateLanes\);\n(\s*)if \(has_earlier\)",
+        r"const Accum earlier = has_earlier ? __shfl_up_sync(~0u, stretch.decay[m], distance * kStateLanes) : Accum(0);\n\1if (has_earlier)",
+        "plain",
+    ),
+    (
+        "last output step not written",
+        r"if \(c < steps\) \*reinterpret_cast<Pack",
+        r"if (c + 1 < steps) *reinterpret_cast<Pack",
+        "plain",
+    ),
+    ("outputs of steps past the end written", r"if \(c >= steps \|\| m", r"if (c > steps || m", "asan"),
+    (
+        "two blocks of one launch write the same output",
+        r"blockIdx\.z\) \* Traits::kTileColumns \+",
+        r"(blockIdx.z == 1 ? 0 : blockIdx.z)) * Traits::kTileColumns +",
+        "race",
+    ),
+    ("backward: drop the barriers", r"(\n\s*)__syncthreads\(\);", r"\1;", "plain", "backward"),
+    ("backward: drop the barriers, race check", r"(\n\s*)__syncthreads\(\);", r"\1;", "race", "backward"),
+    (
+        "backward: shared memory too small",
+        r"words \* sizeof\((?:typename Traits::)?Accum\)",
+        r"(words - 1) * sizeof(typename Traits::Accum)",
+        "asan",
+        "backward",
+    ),
+    (
+        "backward: shared memory too small, race build",
+        r"words \* sizeof\((?:typename Traits::)?Accum\)",
+        r"(words - 1) * sizeof(typename Traits::Accum)",
+        "race",
+        "backward",
+    ),
+    (
+        "backward: scratch too small",
+        r"total = rows\[1\] \+ rows_size;",
+        r"total = rows[1] + rows_size - (rows_size + states_size > 0);",
+        "asan",
+        "backward",
+    ),
+    (
+        "backward: dgate reads the state after the step",
+        r"second = multiply_add\(states\[c\]\[a\]",
+        r"second = multiply_add(states[c + 1][a]",
+        "plain",
+        "backward",
+    ),
+    (
+        "backward: flip the sign of dk",
+        r"second = multiply_add\(lane\.v\[c\]\[column\], r",
+        r"second = multiply_add(-lane.v[c][column], r",
+        "plain",
+        "backward",
+    ),
+    (
+        "backward: flow skips a gate",
+        r"after\[a\]\[b\] = r \* lane\.gate\[c\]\[column\];",
+        r"after[a][b] = c == 1 ? r : r * lane.gate[c][column];",
+        "plain",
+        "backward",
+    ),
+    (
+        "backward: chain reads the next sweep's flow",
+        r"flows\[sweep \* elements\] = flow;",
+        r"flows[sweep * elements] = start;",
+        "plain",
+        "backward",
+    ),
+    ("backward: gather misses a chunk", r"at > chunk; --at", r"at > chunk + 1; --at", "plain", "backward"),
+]
+
+
+def mutate(source, options):
+    failures = 0
+    done = 0
+    for name, pattern, replacement, mode, *operator in MUTATIONS:
+        operator = operator[0] if operator else "forward"
+        if options.only and options.only not in name:
+            continue
+        mutant, count = re.subn(pattern, replacement, source)
+        if count == 0:
+            print(f"emu: mutation '{name}': the source has no such text any more", flush=True)
+            continue
+        start = time.time()
+        built = build(mutant, mode, "-O1", True, quiet=True)
+        if isinstance(built, str):
+            print(f"emu: mutation '{name}': does not compile\n{built[-800:]}")
+            failures += 1
+            continue
+        compiled = time.time() - start
+        passed, text = execute(
+            built[0], operator, ["--quick", "--dtype", "float32", *options.rest], options.jobs, mode, quiet=True
+        )
+        lines = text.splitlines()
+        found = next(
+            (n for n, line in enumerate(lines) if "FAIL" in line or "ERROR" in line or "runtime error" in line), None
+        )
+        first = "" if found is None else " ".join(line.strip() for line in lines[found : found + 2])
+        failed = re.findall(r"(\d+) of (\d+) cases failed", text)
+        note = " + ".join(f"{a}/{b}" for a, b in failed)
+        verdict = "SURVIVED" if passed else "caught"
+        print(
+            f"emu: mutation '{name}' [{mode}]: {verdict} (cases failed {note}; built in {compiled:.0f} s, ran "
+            f"{time.time() - start - compiled:.0f} s)\n       {first.strip()[:420]}",
+            flush=True,
+        )
+        failures += passed
+        done += 1
+    print(f"emu: {done - failures} of {done} mutations caught", flush=True)
+    return failures == 0
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, epilog="Other options go to the test program: see README.md.")
+    parser.add_argument("what", choices=["forward", "backward", "selftest", "mutate", "build", "rewrite"])
+    parser.add_argument("--source", help="a .cu file instead of gated_delta_jit.py --dump")
+    parser.add_argument("--script", default=os.path.join(PROJECT, "gated_delta_jit.py"))
+    parser.add_argument("--append", action="append", default=[], help="a .cu file to append to the source")
+    parser.add_argument("--mode", default="plain", help="plain, asan, race, or several with commas")
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
+    parser.add_argument("--float", action="store_true", help="compile float32 kernels only (with --dtype float32)")
+    parser.add_argument("-O", default="1", help="optimisation of the kernels (default 1)")
+    parser.add_argument("--only", help="mutate: those with this text in their name")
+    options, options.rest = parser.parse_known_args()
+    source = dump(options.source, options.script)
+    for path in options.append:
+        source += "\n" + read(path)
+    if options.what == "rewrite":
+        sys.stdout.write(rewrite(source))
+        return 0
+    if options.what == "mutate":
+        return 0 if mutate(source, options) else 1
+    good = True
+    for mode in options.mode.split(","):
+        start = time.time()
+        built = build(source, mode, f"-O{options.O}", options.float)
+        if isinstance(built, str):
+            print(built)
+            print(f"emu: {mode} does not compile")
+            return 1
+        print(f"emu: {mode} built in {time.time() - start:.1f} s: {built[0]}", flush=True)
+        if options.what != "build":
+            extra = ["--dtype", "float32"] if options.float else []
+            passed, _ = execute(built[0], options.what, [*extra, *options.rest], options.jobs, mode)
+            good = good and passed
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
