@@ -186,11 +186,10 @@ __device__ __forceinline__ T* element_of(const View<Index>& view, Index a, Index
 // along time. So one sweep of a block covers warps * kTimeGroups * kSteps steps of one (batch,
 // head) and kColumnGroups * kColumns of its columns:
 //
-//   A  load: each lane its own rows of k and q and its own columns of v and gate, straight to
-//   registers B  chunk: end state of the lane's steps from a zero start, and their product of gates
+//   A  load: each lane its own rows of k and q, its own columns of v and gate, to registers
+//   B  stretch: end state of the lane's steps from a zero start, and their product of gates
 //   C  scan: (gates, state) pairs compose as (g2, S2) o (g1, S1) = (g2 g1, g2 S1 + S2); first over
-//   the warp's time groups
-//      by shuffles, then over the warps through shared memory behind one barrier
+//      the warp's time groups by shuffles, then over warps in shared memory behind one barrier
 //   D  replay: the recurrence itself from the right state, dotted with q
 //   E  output: sum over row groups, scale, store
 //
@@ -1880,7 +1879,7 @@ View<int64_t> contiguous_view(void* data, int64_t b, int64_t c, int64_t d) {
 //
 // A work item is one (batch, head) and a tile of its columns, as wide as one vector. It walks over
 // chunks of time: the chunk's operands are gathered into plain buffers of the state's type,
-// whatever their dtype and strides, and `advance` runs the recurrence on them, four steps for every
+// whatever their dtype and strides, and `Advance` runs the recurrence on them, four steps for every
 // load and store of the state.
 
 constexpr int64_t kChunkSteps = 32;
