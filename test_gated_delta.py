@@ -2,18 +2,21 @@
 
 The CPU half always runs; the CUDA half runs where there is a CUDA device and says so where there is none. Results are
 held against `gated_delta_reference` in float64, fed with the same rounded inputs, by the bars of the one table below.
-The file goes from mathematics (sizes, types, gates, states) over memory (strides, poison, far offsets) and calls
-(errors, operator, streams, graphs) to build and import, which run in processes and a cache of their own.
+The file goes from mathematics (sizes, types, gates, states) over memory (strides, poison, far offsets) and errors to
+gradients, which take the same way once more; then come calls (operator, compile, streams, graphs), training, and build
+and import, which run in processes and a cache of their own.
 
 Nearly every call goes through `run`, which poisons free memory first and afterwards checks that the inputs are
-unchanged and that the results are new, contiguous, and of the right shape and type. Gradients, when they come, can use
-the same `make_problem` and `check_close`: the reference is differentiable, its float64 gradients are their oracle.
+unchanged and that the results are new, contiguous, and of the right shape and type. `run_gradients` does the same for
+forward and backward; the oracle of gradients is the reference loop under autograd in float64.
 """
 
 import contextlib
 import copy
 import inspect
+import itertools
 import json
+import math
 import os
 import pickle
 import re
@@ -24,6 +27,7 @@ import sys
 import time
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -32,20 +36,21 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
 import gated_delta_jit
-from gated_delta_jit import OPERATOR, ModelNew, gated_delta
+from gated_delta_jit import OPERATOR, OPERATOR_BACKWARD, ModelNew, gated_delta
 from reference import Model, gated_delta_reference, get_init_inputs, get_inputs
 
 
 class Bar(NamedTuple):
     """How far a result of one dtype may be from the float64 oracle on the same rounded inputs.
 
-    Two conditions hold at once. Whole tensor: norm(error) <= norm * norm(oracle). Every element:
-    |error| <= rounding * |oracle| + arithmetic * (sum of the absolute values of all its terms) + floor.
+    Two conditions hold at once. Whole tensor: norm(error) <= norm * norm(oracle) + floor * sqrt(number of elements).
+    Every element: |error| <= rounding * |oracle| + arithmetic * (sum of the absolute values of all its terms) + floor.
     """
 
     norm: float
@@ -164,6 +169,7 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "ten percent zeros": lambda noise: torch.sigmoid(noise) * (noise.roll(1, 1).abs() > 0.1257),
     "all zero": torch.zeros_like,
     "1e-30": lambda noise: torch.full_like(noise, 1e-30),
+    "around 1e-4": lambda noise: 1e-4 * torch.exp(noise),
     "around 1e-20": lambda noise: 1e-20 * torch.exp(noise),
     "negative": lambda noise: -torch.sigmoid(noise),
     "exactly one": torch.ones_like,
@@ -234,15 +240,17 @@ def term_sums(problem: Problem) -> tuple[Tensor, Tensor]:
     return oracle(replace(exact.map(torch.abs), scale=abs(exact.scale), log_gate=False))
 
 
-def check_close(what: str, got: Tensor, want: Tensor, terms: Tensor) -> None:
-    """Holds `got` against the float64 `want` by both bars of the tolerance table."""
-    bar = TOLERANCE[got.dtype]
+def check_close(what: str, got: Tensor, want: Tensor, terms: Tensor, bar: Bar | None = None) -> None:
+    """Holds `got` against the float64 `want` by both conditions of its dtype's bar, or of another one."""
+    bar = bar or TOLERANCE[got.dtype]
+    got = got.detach()
     assert got.shape == want.shape, what
     assert torch.isfinite(got).all(), f"{what}: {int((~torch.isfinite(got)).sum())} of {got.numel()} are not finite"
     error = (got.double() - want).abs()
     size = want.norm().item()
     wrong = error.norm().item()
-    assert wrong <= bar.norm * size, f"{what}: error {wrong / (size or 1.0):.2e} of the norm, bar {bar.norm}"
+    allowed = bar.norm * size + bar.floor * math.sqrt(error.numel())
+    assert wrong <= allowed, f"{what}: error {wrong / (size or 1.0):.2e} of the norm, bar {bar.norm}"
     excess = error - (bar.rounding * want.abs() + bar.arithmetic * terms + bar.floor)
     if excess.numel() and excess.max().item() > 0:
         flat = int(excess.argmax())
@@ -272,11 +280,12 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def check_form(problem: Problem, y: Tensor, state: Tensor | None) -> None:
-    """Shape, dtype, device and contiguity of the results; they are new memory and carry no autograd graph."""
+    """Shape, dtype, device, contiguity; new memory; an autograd graph exactly where an input asks for one."""
     B, T, H, K, V = problem.sizes
+    differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in problem.tensors().values())
     assert (y.shape, y.dtype, y.device) == ((B, T, H, V), problem.q.dtype, problem.q.device)
     assert y.is_contiguous()
-    assert not y.requires_grad
+    assert y.requires_grad == (y.grad_fn is not None) == differentiable
     for name, tensor in problem.tensors().items():
         assert not share_memory(y, tensor), f"y lies in the memory of {name}"
     assert (state is not None) == problem.output_final_state
@@ -284,9 +293,20 @@ def check_form(problem: Problem, y: Tensor, state: Tensor | None) -> None:
         return
     assert (state.shape, state.dtype, state.device) == ((B, H, K, V), problem.state_dtype, problem.q.device)
     assert state.is_contiguous()
-    assert not state.requires_grad
+    assert state.requires_grad == (state.grad_fn is not None) == differentiable
     for name, tensor in problem.tensors().items():
         assert not share_memory(state, tensor), f"final_state lies in the memory of {name}"
+
+
+@contextlib.contextmanager
+def unchanged(tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Checks that nobody writes to these tensors, not even the same values."""
+    before = {name: (tensor.detach().clone(), tensor._version) for name, tensor in tensors.items()}
+    yield
+    for name, tensor in tensors.items():
+        values, version = before[name]
+        assert tensor._version == version, f"{name} was written to"
+        assert torch.equal(tensor, values), f"{name} was changed"
 
 
 def run(problem: Problem) -> tuple[Tensor, Tensor | None]:
@@ -294,13 +314,9 @@ def run(problem: Problem) -> tuple[Tensor, Tensor | None]:
     B, T, H, K, V = problem.sizes
     y_bytes = B * T * H * V * problem.q.element_size()
     state_bytes = B * H * K * V * (8 if problem.q.dtype == torch.float64 else 4)
-    before = {name: (tensor.clone(), tensor._version) for name, tensor in problem.tensors().items()}
-    poison(problem.q.device, [y_bytes, state_bytes, y_bytes + state_bytes, 2 * state_bytes])
-    y, state = problem.call()
-    for name, tensor in problem.tensors().items():
-        values, version = before[name]
-        assert tensor._version == version, f"{name} was written to"
-        assert torch.equal(tensor, values), f"{name} was changed"
+    with unchanged(problem.tensors()):
+        poison(problem.q.device, [y_bytes, state_bytes, y_bytes + state_bytes, 2 * state_bytes])
+        y, state = problem.call()
     check_form(problem, y, state)
     return y, state
 
@@ -666,13 +682,10 @@ def test_over_2_31_elements_of_state(free_afterwards: None) -> None:
         check(problem.batch(b), y[b : b + 1], state[b : b + 1])
 
 
-@on_every_device
-@pytest.mark.parametrize("dim", range(4))
-def test_strides_over_2_31(device: str, dim: int, free_afterwards: None) -> None:
-    """Small tensors whose elements lie more than 2^31 elements apart along one dimension."""
+def spread_over_2_31(device: str, dim: int) -> Callable[[Tensor], Tensor]:
+    """Lays small tensors out with elements more than 2^31 elements apart along one dimension."""
     if device == "cuda":
         need_gpu_memory(12)
-    problem = make_problem((2, 2, 2, 2, 2), torch.float32, device, state=True)
     try:
         # On the CPU this only reserves addresses: pages that nobody touches take no memory.
         buffer = torch.empty(2**31 + 4096, dtype=torch.float32, device=device)
@@ -686,7 +699,15 @@ def test_strides_over_2_31(device: str, dim: int, free_afterwards: None) -> None
         view = buffer.as_strided(tensor.shape, strides, next(offsets))
         return view.copy_(tensor)
 
-    run_and_check(problem.map(spread))
+    return spread
+
+
+@on_every_device
+@pytest.mark.parametrize("dim", range(4))
+def test_strides_over_2_31(device: str, dim: int, free_afterwards: None) -> None:
+    """Small tensors whose elements lie more than 2^31 elements apart along one dimension."""
+    problem = make_problem((2, 2, 2, 2, 2), torch.float32, device, state=True)
+    run_and_check(problem.map(spread_over_2_31(device, dim)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -798,16 +819,16 @@ def test_expanded(device: str, name: str, dim: int) -> None:
     run_and_check(replace(problem, **{name: expanded}))
 
 
+def odd_strides_of_size_one(tensor: Tensor) -> Tensor:
+    strides = [7919 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.as_strided(tensor.shape, strides)
+
+
 @on_every_device
 def test_strides_of_size_one(device: str) -> None:
     """The stride of a dimension of size 1 means nothing and may be anything."""
     problem = make_problem((1, 20, 1, 24, 24), torch.float32, device, state=True)
-
-    def odd(tensor: Tensor) -> Tensor:
-        strides = [7919 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-        return tensor.as_strided(tensor.shape, strides)
-
-    run_and_check(problem.map(odd))
+    run_and_check(problem.map(odd_strides_of_size_one))
 
 
 @on_every_device
@@ -1174,34 +1195,840 @@ def test_odd_kinds_of_tensors(kind: str, name: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Gradients: refused for now, never silently missing
+# Gradients: oracle and checks
+# ---------------------------------------------------------------------------------------------------------------------
+
+# How far every single gradient may be from the float64 oracle on the same rounded inputs, by the type of q, k and v.
+# The floors cover gradients that lie at the very end of the type's range, because all gates on their way are tiny.
+GRADIENT_TOLERANCE = {
+    # dtype of q, k and v       norm    rounding  arithmetic   floor
+    torch.float64: Bar(1e-13, 2**-53, 64 * 2**-53, 2.0**-1060),
+    torch.float32: Bar(3e-6, 2**-24, 64 * 2**-24, 2.0**-140),
+    torch.float16: Bar(2e-3, 2**-11, 2**-10, 2**-24),
+    torch.bfloat16: Bar(1e-2, 2**-8, 2**-7, 2.0**-133),
+}
+
+NAMES = ("q", "k", "v", "gate", "initial_state")
+SUBSETS = [names for count in range(1, 6) for names in itertools.combinations(NAMES, count)]
+Gradients = dict[str, Tensor]
+Operator = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+class Upstream(NamedTuple):
+    """dL/dy and dL/d(final state): what flows back into a call. None where nothing does."""
+
+    y: Tensor | None
+    state: Tensor | None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Upstream":
+        return Upstream(*(None if tensor is None else function(tensor) for tensor in self))
+
+    def through(self, way: str) -> "Upstream":
+        """The part that flows through "y", through "state", or "both"."""
+        return Upstream(None if way == "state" else self.y, None if way == "y" else self.state)
+
+    def tensors(self) -> dict[str, Tensor]:
+        both = {"dy": self.y, "dfinal_state": self.state}
+        return {name: tensor for name, tensor in both.items() if tensor is not None}
+
+
+WAYS = ["y", "state", "both"]
+
+
+def make_upstream(problem: Problem) -> Upstream:
+    """Normal numbers in the types that autograd brings, for all results of the problem."""
+    B, T, H, K, V = problem.sizes
+    generator = torch.Generator().manual_seed(zlib.crc32(repr(problem.sizes).encode()) ^ 1)
+    y, state = (torch.randn(shape, generator=generator) for shape in ((B, T, H, V), (B, H, K, V)))
+    device = problem.q.device
+    both = Upstream(y.to(device, problem.q.dtype), state.to(device, problem.state_dtype))
+    return both if problem.output_final_state else both.through("y")
+
+
+def with_grad(problem: Problem, *names: str) -> Problem:
+    """The same values and strides, and leaves that require grad for these names (for all where none is given)."""
+    chosen = names or tuple(problem.tensors())
+    return replace(problem, **{name: getattr(problem, name).detach().requires_grad_() for name in chosen})
+
+
+def pull_back(
+    results: tuple[Tensor | None, Tensor | None],
+    upstream: Upstream,
+    inputs: dict[str, Tensor],
+    retain_graph: bool = False,
+) -> Gradients:
+    """torch.autograd.grad from (y, final state) to the inputs; zeros where an input has no influence."""
+    pairs = [(result, up) for result, up in zip(results, upstream, strict=True) if up is not None]
+    outputs, ups = zip(*pairs, strict=True)
+    options = {"retain_graph": retain_graph, "materialize_grads": True}
+    return dict(zip(inputs, torch.autograd.grad(outputs, list(inputs.values()), ups, **options), strict=True))
+
+
+def leaves(problem: Problem) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in problem.tensors().items() if tensor.requires_grad}
+
+
+def gradients(problem: Problem, upstream: Upstream | None = None, names: tuple[str, ...] = ()) -> Gradients:
+    """Forward and backward, no questions asked."""
+    leaf = with_grad(problem, *names)
+    return pull_back(leaf.call(), upstream or make_upstream(problem), leaves(leaf))
+
+
+def loop_gradients(problem: Problem, upstream: Upstream) -> Gradients:
+    """What autograd makes of the reference loop."""
+    leaf = with_grad(problem)
+    inputs = leaves(leaf)
+    with one_thread(), torch.enable_grad():
+        options = {**leaf.options(), "output_final_state": True}
+        results = gated_delta_reference(leaf.q, leaf.k, leaf.v, leaf.gate, **options)
+        # Without steps nothing leads from y, or from a state of zeros, to any input.
+        led = Upstream(*(up if result.requires_grad else None for result, up in zip(results, upstream, strict=True)))
+        if not led.tensors():
+            return {name: torch.zeros_like(tensor) for name, tensor in inputs.items()}
+        return pull_back(results, led, inputs)
+
+
+class GradientOracle(NamedTuple):
+    """Every gradient in float64, and for each element the sum of the absolute values of its terms."""
+
+    gradients: Gradients
+    terms: Gradients
+
+
+def gradient_oracle(problem: Problem, upstream: Upstream) -> GradientOracle:
+    exact = problem.map(lambda tensor: tensor.detach().double())
+    want = loop_gradients(exact, upstream.map(Tensor.double))
+    # With all numbers positive no term cancels another.
+    gate = exact.gate.exp() if exact.log_gate else exact.gate.abs()
+    positive = replace(exact.map(torch.abs), gate=gate, scale=abs(exact.scale), log_gate=False)
+    terms = loop_gradients(positive, upstream.map(lambda tensor: tensor.double().abs()))
+    if exact.log_gate:
+        terms["gate"] = terms["gate"] * gate
+    return GradientOracle(want, terms)
+
+
+def check_gradients(problem: Problem, got: Gradients, want: GradientOracle) -> None:
+    """Holds each gradient alone against the oracle; every gradient has its input's form."""
+    for name, gradient in got.items():
+        given = getattr(problem, name)
+        form = (gradient.shape, gradient.dtype, gradient.device)
+        assert form == (given.shape, given.dtype, given.device), f"gradient of {name}"
+        bar = GRADIENT_TOLERANCE[problem.q.dtype]
+        check_close(f"gradient of {name}", gradient, want.gradients[name], want.terms[name], bar)
+
+
+def run_gradients(problem: Problem, upstream: Upstream | None = None, names: tuple[str, ...] = ()) -> Gradients:
+    """Forward and backward in poisoned memory; checks everything about them but the numbers."""
+    upstream = upstream or make_upstream(problem)
+    leaf = with_grad(problem, *names)
+    results = run(leaf)
+    given = {**leaf.tensors(), **upstream.tensors()}
+    sizes = [tensor.numel() * size for tensor in given.values() for size in (2, 4, 8)]
+    with unchanged(given):
+        poison(problem.q.device, sizes + [sum(sizes)])
+        got = pull_back(results, upstream, leaves(leaf))
+    for name, gradient in got.items():
+        assert not gradient.requires_grad
+        for other, tensor in given.items():
+            assert not share_memory(gradient, tensor), f"the gradient of {name} lies in the memory of {other}"
+    return got
+
+
+def run_and_check_gradients(problem: Problem, upstream: Upstream | None = None, names: tuple[str, ...] = ()) -> None:
+    """Forward and backward, checked in form and numbers."""
+    upstream = upstream or make_upstream(problem)
+    check_gradients(problem, run_gradients(problem, upstream, names), gradient_oracle(problem, upstream))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradients: numbers
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def with_grad(problem: Problem, name: str) -> Problem:
-    """The problem with one argument that requires grad."""
-    return replace(problem, **{name: getattr(problem, name).clone().requires_grad_()})
+def test_gradient_oracle_by_hand() -> None:
+    """The oracle itself: y = 0.5 q s with s = gate s0 + k v, on numbers that can be followed by hand."""
+    numbers = (2.0, 3.0, 7.0, -0.5, 4.0)
+    q, k, v, gate, start = (torch.full((1, 1, 1, 1), number, dtype=torch.float64) for number in numbers)
+    problem = Problem(q, k, v, gate, start, scale=0.5, output_final_state=True)
+    upstream = Upstream(torch.full_like(q, 11.0), torch.full_like(q, 13.0))
+    got = {name: gradient.item() for name, gradient in gradient_oracle(problem, upstream).gradients.items()}
+    back = 0.5 * 2 * 11 + 13  # dL/ds
+    state = -0.5 * 4 + 3 * 7
+    assert got == {"q": 0.5 * state * 11, "k": back * 7, "v": back * 3, "gate": back * 4, "initial_state": back * -0.5}
+    terms = {name: terms.item() for name, terms in gradient_oracle(problem, upstream).terms.items()}
+    assert terms == {**got, "q": 0.5 * (0.5 * 4 + 21) * 11, "initial_state": back * 0.5}
 
 
 @on_every_device
-@pytest.mark.parametrize("name", ["q", "k", "v", "gate", "initial_state"])
-def test_requires_grad_is_refused(device: str, name: str) -> None:
-    """Until gradients exist a call that would lose one raises; so does the operator behind the function."""
-    problem = with_grad(make_problem((2, 5, 3, 4, 6), device=device, state=True), name)
-    with pytest.raises(RuntimeError, match="^gated_delta:.*grad"):
-        problem.call()
-    with pytest.raises(RuntimeError, match="grad"):
-        OPERATOR(*problem.operator_arguments())
+def test_drop_in_trains(device: str) -> None:
+    """ModelNew where Model was, `y.sum().backward()` included: the same gradients in the leaves."""
+    torch.manual_seed(0)
+    inputs = [tensor.to(device) for tensor in get_inputs()]
+    ours, theirs = ([tensor.clone().requires_grad_() for tensor in inputs] for _ in range(2))
+    ModelNew(*get_init_inputs())(*ours).sum().backward()
+    with one_thread():
+        Model(*get_init_inputs())(*theirs).sum().backward()
+    for got, want in zip(ours, theirs, strict=True):
+        assert torch.allclose(got.grad, want.grad, atol=1e-4, rtol=1e-4)
+
+
+GRADCHECK_SIZES = [(1, 1, 1, 1, 1), (2, 3, 2, 2, 3), (2, 1, 1, 3, 1), (1, 9, 2, 1, 4), (1, 67, 1, 2, 1)]
+GRADCHECK_CASES: dict[str, dict[str, Any]] = {
+    "plain": {"output_final_state": False},
+    "final state": {},
+    "both states": {"state": True},
+    "initial state": {"state": True, "output_final_state": False},
+    "scale": {"state": True, "scale": -1.5},
+    "scale 0": {"state": True, "scale": 0.0},
+    "log gate": {"state": True, "log_gate": True},
+    "any gate": {"state": True, "gate": "normal"},
+    "zeros": {"state": True, "gate": "ten percent zeros"},
+    "all zero": {"state": True, "gate": "all zero"},
+    "gate per head": {"state": True, "kept": "H"},
+    "gate per step": {"state": True, "kept": "BT"},
+    "gate per column, log": {"kept": "HV", "log_gate": True},
+    "one gate": {"state": True, "kept": "", "scale": 0.5},
+}
+
+
+def kept_shape(sizes: tuple[int, int, int, int, int], kept: str) -> tuple[int, ...]:
+    """A gate's shape: size 1 in all dimensions but those named."""
+    B, T, H, _, V = sizes
+    return tuple(size if letter in kept else 1 for letter, size in zip("BTHV", (B, T, H, V), strict=True))
+
+
+def check_numerically(problem: Problem, names: tuple[str, ...] = ()) -> None:
+    """torch.autograd.gradcheck. Everything is linear in each single number (but a log): a step makes no error."""
+    leaf = with_grad(problem, *names)
+    inputs = leaves(leaf)
+
+    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+        results = replace(leaf, **dict(zip(inputs, tensors, strict=True))).call()
+        return tuple(result for result in results if result is not None)
+
+    with one_thread():
+        assert torch.autograd.gradcheck(function, list(inputs.values()), atol=1e-7, rtol=1e-6)
+
+
+@on_every_device
+@pytest.mark.parametrize("case", GRADCHECK_CASES)
+@pytest.mark.parametrize("sizes", GRADCHECK_SIZES, ids=str)
+def test_gradcheck(device: str, sizes: tuple[int, ...], case: str) -> None:
+    """Against finite differences, which share nothing with the oracle: every option over ragged sizes."""
+    options = dict(GRADCHECK_CASES[case])
+    kept = options.pop("kept", "BTHV")
+    check_numerically(make_problem(sizes, torch.float64, device, gate_shape=kept_shape(sizes, kept), **options))
+
+
+@on_every_device
+@pytest.mark.parametrize("names", SUBSETS, ids="-".join)
+def test_gradcheck_subsets(device: str, names: tuple[str, ...]) -> None:
+    """Every subset of the inputs may require grad."""
+    check_numerically(make_problem((2, 3, 2, 2, 3), torch.float64, device, state=True, scale=0.5), names)
+
+
+GRADIENT_SIZES = [
+    SEED_SHAPE,
+    RAGGED_SHAPE,
+    (1, 1, 1, 1, 1),
+    (2, 1, 3, 16, 16),
+    (2, 15, 2, 1, 7),
+    (2, 17, 3, 7, 1),
+    (1, 33, 2, 3, 130),
+    (1, 37, 2, 130, 5),
+    (1, 63, 2, 64, 64),
+    (1, 64, 2, 32, 16),
+    (2, 127, 2, 100, 20),
+    (1, 129, 1, 16, 128),
+    (2, 300, 2, 24, 24),
+    (1, 300, 1, 130, 130),
+    (1, 50, 1, 257, 40),
+]
+
+
+@on_every_device
+@each_dtype(DTYPES)
+@pytest.mark.parametrize("sizes", GRADIENT_SIZES, ids=str)
+def test_gradients(device: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    """All gradients over ragged sizes, through y and the final state at once."""
+    run_and_check_gradients(make_problem(sizes, dtype, device, state=True, scale=0.5))
+
+
+@on_every_device
+@pytest.mark.parametrize("T", [1, 7, 16, 31, 33, 65, 257])
+@pytest.mark.parametrize("width", [1, 8, 17, 31, 33, 65, 128])
+def test_gradients_steps_by_widths(device: str, T: int, width: int) -> None:
+    """Ragged in time and in width at once; without an initial state."""
+    run_and_check_gradients(make_problem((1, T, 2, width, width), torch.float32, device))
+
+
+@on_every_device
+@pytest.mark.parametrize("seed", range(30))
+def test_gradients_of_random_problems(device: str, seed: int) -> None:
+    """Sizes, types, options and subsets that nobody thought of, all drawn from the seed."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    sizes = (draw(1, 3), draw(1, 150), draw(1, 4), draw(1, 130), draw(1, 130))
+    dtype = DTYPES[draw(0, 3)]
+    problem = make_problem(
+        sizes,
+        dtype,
+        device,
+        gate_dtype=torch.float32 if dtype in HALVES and draw(0, 1) else dtype,
+        gate_shape=kept_shape(sizes, "".join(letter for letter in "BTHV" if draw(0, 3))),
+        state=bool(draw(0, 1)),
+        scale=(1.0, 0.125, -1.5)[draw(0, 2)],
+        output_final_state=bool(draw(0, 2)),
+        log_gate=bool(draw(0, 1)),
+        seed=seed,
+    )
+    names = tuple(name for name in problem.tensors() if draw(0, 2)) or ("gate",)
+    upstream = make_upstream(problem).through(WAYS[draw(0, 2)] if problem.output_final_state else "y")
+    run_and_check_gradients(problem, upstream, names)
+
+
+@on_every_device
+@each_dtype([torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sizes", [SEED_SHAPE, RAGGED_SHAPE], ids=str)
+def test_gradients_of_subsets(device: str, dtype: torch.dtype, sizes: tuple[int, ...], way: str) -> None:
+    """Every subset of requires_grad, through y, the final state or both: leaving work out changes no gradient."""
+    problem = make_problem(sizes, dtype, device, state=True)
+    upstream = make_upstream(problem).through(way)
+    want = gradient_oracle(problem, upstream)
+    for names in SUBSETS:
+        got = gradients(problem, upstream, names)
+        assert tuple(got) == names
+        check_gradients(problem, got, want)
+
+
+@on_every_device
+@each_dtype([torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state", [False, True], ids=["from zero", "initial state"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sizes", [SEED_SHAPE, RAGGED_SHAPE, (2, 1, 3, 16, 16)], ids=str)
+def test_gradients_through(device: str, dtype: torch.dtype, sizes: tuple[int, ...], way: str, state: bool) -> None:
+    """Through y alone, with and without a final state beside it, through the final state alone, through both."""
+    problem = make_problem(sizes, dtype, device, state=state)
+    run_and_check_gradients(problem, make_upstream(problem).through(way))
+    if way == "y":
+        run_and_check_gradients(replace(problem, output_final_state=False))
+
+
+@on_every_device
+@pytest.mark.parametrize("sizes", [SEED_SHAPE, RAGGED_SHAPE], ids=str)
+@pytest.mark.parametrize("gate", GATES)
+@each_dtype(DTYPES)
+def test_gradients_at_gates(device: str, dtype: torch.dtype, gate: str, sizes: tuple[int, ...]) -> None:
+    """Every gradient, the gate's above all, holds its bar at any gate: a sum, never a quotient by the gate."""
+    if gate == "see-saw" and dtype == torch.float16:
+        pytest.skip("the see-saw's results of 1e15 are no float16 numbers")
+    gate_dtype = torch.float32 if dtype in HALVES else dtype
+    B, T, H, K, V = sizes
+    sizes = (B, T // UNDIMINISHED.get(gate, 1), H, K, V)
+    run_and_check_gradients(make_problem(sizes, dtype, device, gate=gate, gate_dtype=gate_dtype, state=True))
+
+
+@on_every_device
+@pytest.mark.parametrize("sizes", [SEED_SHAPE, RAGGED_SHAPE], ids=str)
+@pytest.mark.parametrize("gate", ["around 1e-4", "around 1e-20", "ten percent zeros", "all zero", "negative"])
+@pytest.mark.parametrize("way", ["y", "state"])
+def test_gate_gradient(device: str, gate: str, way: str, sizes: tuple[int, ...]) -> None:
+    """The gate's gradient asked for alone, from zero state, with one gate per head too."""
+    for kept in ("BTHV", "BTH"):
+        problem = make_problem(sizes, device=device, gate=gate, gate_shape=kept_shape(sizes, kept))
+        run_and_check_gradients(problem, make_upstream(problem).through(way), ("gate",))
+
+
+@on_every_device
+@pytest.mark.parametrize("sizes", [SEED_SHAPE, RAGGED_SHAPE], ids=str)
+@pytest.mark.parametrize("t", [1, 37, 64])
+@pytest.mark.parametrize(("tiny", "large"), [(1e-30, 1e25), (-1e-20, 1e15), (0.0, 1e15)])
+def test_gradients_around_one_tiny_gate(device: str, tiny: float, large: float, t: int, sizes: tuple[int, ...]) -> None:
+    """One tiny gate after large values: its gradient is large, and nothing else may be spoilt by that."""
+    problem = make_problem(sizes, device=device, state=True)
+    problem.initial_state.mul_(large)
+    problem.v[:, :t] *= large
+    problem.gate[:, t] *= tiny
+    upstream = make_upstream(problem)
+    got = run_gradients(problem, upstream)
+    want = gradient_oracle(problem, upstream)
+    check_gradients(problem, got, want)
+    bar = GRADIENT_TOLERANCE[torch.float32]
+    for what, part in (("before", slice(0, t)), ("after", slice(t + 1, None))):
+        for name in ("q", "k", "v", "gate"):
+            parts = [tensor[name][:, part] for tensor in (got, want.gradients, want.terms)]
+            check_close(f"gradient of {name} {what}", *parts, bar)
+
+
+@on_every_device
+@pytest.mark.parametrize("sizes", [SEED_SHAPE, RAGGED_SHAPE], ids=str)
+def test_no_gradient_crosses_a_zero_gate(device: str, sizes: tuple[int, ...]) -> None:
+    """What lies before a zero gate has no influence on what comes after, so its gradient is 0 to the bit."""
+    t = 37
+    problem = make_problem(sizes, device=device, state=True)
+    problem.gate[:, t] = 0
+    upstream = make_upstream(problem)
+    upstream.y[:, :t] = 0
+    got = run_gradients(problem, upstream)
+    for name in ("q", "k", "v", "gate"):
+        assert not got[name][:, :t].any(), name
+        assert got[name][:, t:].all(), name
+    assert not got["initial_state"].any()
+    check_gradients(problem, got, gradient_oracle(problem, upstream))
+
+
+@on_every_device
+@pytest.mark.parametrize("sizes", [SEED_SHAPE, RAGGED_SHAPE, (2, 40, 2, 7, 7)], ids=str)
+@pytest.mark.parametrize("name", ["q", "k", "v", "gate", "dy"])
+def test_nan_goes_only_where_it_must_in_gradients(device: str, name: str, sizes: tuple[int, ...]) -> None:
+    """A NaN reaches exactly the gradients that it reaches in the loop."""
+    problem = make_problem(sizes, device=device, state=True)
+    upstream = make_upstream(problem)
+    (upstream.y if name == "dy" else getattr(problem, name))[0, 21, 1, 3] = torch.nan
+    got = gradients(problem, upstream)
+    for which, want in gradient_oracle(problem, upstream).gradients.items():
+        assert torch.equal(got[which].isnan(), want.isnan()), f"gradient of {which}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradients: options
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@on_every_device
+@each_dtype([torch.float32, torch.float16])
+@pytest.mark.parametrize("sizes", [SEED_SHAPE, RAGGED_SHAPE], ids=str)
+@pytest.mark.parametrize("scale", [0.125, -1.5, 0.0, 2], ids=str)
+def test_gradients_scale(device: str, dtype: torch.dtype, sizes: tuple[int, ...], scale: float) -> None:
+    """scale multiplies what comes back through y, and not what comes through the final state."""
+    run_and_check_gradients(make_problem(sizes, dtype, device, scale=scale, state=True))
+
+
+@on_every_device
+@each_dtype(DTYPES)
+@pytest.mark.parametrize("sizes", [SEED_SHAPE, RAGGED_SHAPE], ids=str)
+def test_gradients_log_gate(device: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    """The gradient of the log; at minus infinity, the gate 0, it is 0."""
+    problem = make_problem(sizes, dtype, device, log_gate=True, state=True)
+    problem.gate[:, 30:32] = -torch.inf
+    upstream = make_upstream(problem)
+    got = run_gradients(problem, upstream)
+    assert not got["gate"][:, 30:32].any()
+    check_gradients(problem, got, gradient_oracle(problem, upstream))
+
+
+@on_every_device
+@each_dtype([torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("log_gate", [False, True], ids=["linear", "log"])
+@pytest.mark.parametrize("kept", ["BTH", "BT", "TH", "H", "T", "B", "BV", "HV", "TV", "V", ""])
+def test_gradients_broadcast_gate(device: str, dtype: torch.dtype, kept: str, log_gate: bool) -> None:
+    """A broadcast gate's gradient is the sum over the dimensions where it counts as repeated."""
+    sizes = (2, 33, 3, 12, 20)
+    gate_shape = kept_shape(sizes, kept)
+    run_and_check_gradients(make_problem(sizes, dtype, device, gate_shape=gate_shape, log_gate=log_gate, state=True))
+
+
+@on_every_device
+@each_dtype(HALVES)
+@pytest.mark.parametrize("kept", ["BTHV", "BTH", "HV"])
+@pytest.mark.parametrize("sizes", [SEED_SHAPE, RAGGED_SHAPE, (1, 128, 2, 64, 64)], ids=str)
+def test_gradients_float32_gate_beside_half(device: str, dtype: torch.dtype, sizes: tuple[int, ...], kept: str) -> None:
+    """float32 inputs beside half ones get gradients that were never rounded to half."""
+    gate_shape = kept_shape(sizes, kept)
+    problem = make_problem(sizes, dtype, device, gate_dtype=torch.float32, gate_shape=gate_shape, state=True)
+    problem = replace(problem, gate=0.99 + 0.0099 * problem.gate)
+    upstream = make_upstream(problem)
+    got = run_gradients(problem, upstream)
+    check_gradients(problem, got, gradient_oracle(problem, upstream))
+    for name in ("gate", "initial_state"):
+        half = (got[name].to(dtype).float() == got[name]).double().mean().item()
+        assert half < 0.1, f"the gradient of {name} was rounded to {dtype}"
+
+
+@on_every_device
+@each_dtype(DTYPES)
+@pytest.mark.parametrize("cut", [1, 31, 64, 127])
+def test_gradients_of_two_halves_equal_one_whole(device: str, dtype: torch.dtype, cut: int) -> None:
+    """The second part's gradient flows through the state into the first: held against the oracle of the whole."""
+    whole = make_problem(SEED_SHAPE, dtype, device, state=True)
+    upstream = make_upstream(whole)
+    leaf = with_grad(whole)
+    y_first, middle = replace(leaf.steps(0, cut), initial_state=leaf.initial_state).call()
+    y_second, end = replace(leaf.steps(cut, 128), initial_state=middle).call()
+    got = pull_back((torch.cat([y_first, y_second], dim=1), end), upstream, leaves(leaf))
+    check_gradients(whole, got, gradient_oracle(whole, upstream))
+
+
+@on_every_device
+def test_gradient_of_one_tensor_for_all_arguments(device: str) -> None:
+    """q, k, v and gate may be one tensor; its gradient is the sum of the four."""
+    x = 0.5 * make_problem((2, 33, 3, 16, 16), device=device).q
+    problem = Problem(x, x, x, x, output_final_state=True)
+    upstream = make_upstream(problem)
+    leaf = x.clone().requires_grad_()
+    results = gated_delta(leaf, leaf, leaf, leaf, output_final_state=True)
+    got = pull_back(results, upstream, {"x": leaf})["x"]
+    want, terms = (sum(part.values()) for part in gradient_oracle(problem, upstream))
+    check_close("gradient of x", got, want, terms, GRADIENT_TOLERANCE[torch.float32])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradients: empty and many
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@on_every_device
+@each_dtype(DTYPES)
+@pytest.mark.parametrize("kept", ["BTHV", ""], ids=["full gate", "one gate"])
+@pytest.mark.parametrize("empty", ["B", "T", "H", "K", "V", "TK", "BTHKV"])
+def test_gradients_empty(device: str, dtype: torch.dtype, empty: str, kept: str) -> None:
+    """Any size may be 0: gradients are 0 where there is nothing to sum, and T = 0 hands the state's gradient on."""
+    full = dict(zip("BTHKV", (2, 5, 3, 4, 6), strict=True))
+    sizes = tuple(0 if letter in empty else size for letter, size in full.items())
+    problem = make_problem(sizes, dtype, device, state=True, gate_shape=kept_shape(sizes, kept))
+    upstream = make_upstream(problem)
+    for way in WAYS:
+        part = upstream.through(way)
+        got = run_gradients(problem, part)
+        check_gradients(problem, got, gradient_oracle(problem, part))
+        for name, gradient in got.items():
+            if name != "initial_state" or empty != "T" or way == "y":
+                assert not gradient.any(), name
+        if empty == "T" and way != "y":
+            assert torch.equal(got["initial_state"], upstream.state)
+    run_and_check_gradients(make_problem(sizes, dtype, device, gate_shape=kept_shape(sizes, kept)))
+
+
+@on_every_device
+@pytest.mark.parametrize(
+    ("sizes", "kept"),
+    [((65540, 2, 1, 4, 4), "BTHV"), ((1, 2, 65540, 4, 4), "V"), ((300, 1, 300, 3, 5), "BTHV")],
+    ids=str,
+)
+def test_gradients_of_more_than_65535_pairs(device: str, sizes: tuple[int, ...], kept: str) -> None:
+    """More (b, h) pairs than a grid has blocks in y or z; a gate that all of them share sums over very many."""
+    run_and_check_gradients(make_problem(sizes, device=device, gate_shape=kept_shape(sizes, kept), state=True))
+
+
+def fenced(problem: Problem, upstream: Upstream, steps: int) -> None:
+    """Gates of 0 that make the first and the last steps problems of their own, for gradients too."""
+    T = problem.sizes[1]
+    problem.gate[:, steps] = 0
+    problem.gate[:, T - steps] = 0
+
+
+def check_fenced(problem: Problem, upstream: Upstream, got: Gradients, steps: int) -> None:
+    """The gradients of the first and the last steps. The last fence's own gate looks back over it, and is left out."""
+    T = problem.sizes[1]
+    for start, stop in ((0, steps), (T - steps, T)):
+        part = replace(problem.steps(start, stop), initial_state=problem.initial_state if start == 0 else None)
+        up = Upstream(upstream.y[:, start:stop], upstream.state if stop == T else torch.zeros_like(upstream.state))
+        want = gradient_oracle(part, up)
+        parts = {name: gradient[:, start:stop].clone() for name, gradient in got.items() if name != "initial_state"}
+        if start:
+            parts["gate"][:, 0] = want.gradients["gate"][:, 0]
+        elif "initial_state" in got:
+            parts["initial_state"] = got["initial_state"]
+        check_gradients(part, parts, want)
+
+
+@on_every_device
+@pytest.mark.parametrize("T", [8192, 70001])
+def test_gradients_long(device: str, T: int) -> None:
+    """Thousands of chunks, backward too."""
+    problem = make_problem((1, T, 2, 8, 8), torch.float32, device, state=True)
+    upstream = make_upstream(problem)
+    fenced(problem, upstream, 60)
+    check_fenced(problem, upstream, run_gradients(problem, upstream), 60)
+
+
+@on_every_device
+@each_dtype([torch.float32, torch.bfloat16])
+def test_gradients_of_many_equal_batches(device: str, dtype: torch.dtype) -> None:
+    """More work than fits on the machine at once: equal batches and heads get equal gradients, to the bit."""
+    small = make_problem((1, 130, 1, 40, 24), dtype, device, state=True)
+    upstream = make_upstream(small)
+    batches, heads = (40, 24) if device == "cuda" else (6, 5)
+
+    def repeated(tensor: Tensor) -> Tensor:
+        copies = [batches, 1, heads, 1] if tensor.shape[2] == 1 else [batches, heads, 1, 1]
+        return tensor.repeat(copies)
+
+    got = gradients(small.map(repeated), upstream.map(repeated))
+    want = gradient_oracle(small, upstream)
+    for name, gradient in got.items():
+        first = gradient[:1, :, :1] if name != "initial_state" else gradient[:1, :1]
+        assert torch.equal(gradient, repeated(first)), name
+        check_gradients(small, {name: first}, want)
+
+
+def large_cuda_gradients(sizes: tuple[int, int, int, int, int]) -> tuple[Problem, Upstream]:
+    problem = replace(large_cuda_problem(sizes), output_final_state=True)
+    y = torch.empty_like(problem.v).normal_(generator=torch.Generator("cuda").manual_seed(1))
+    B, T, H, K, V = sizes
+    return problem, Upstream(y, torch.zeros(B, H, K, V, device="cuda"))
+
+
+@needs_cuda
+def test_gradients_over_2_31_elements_many_pairs(free_afterwards: None) -> None:
+    """Every tensor of time steps has more than 2^31 elements, spread over two million (b, h) pairs."""
+    need_gpu_memory(100)
+    problem, upstream = large_cuda_gradients((131080, 16, 16, 64, 64))
+    problem, upstream = replace(problem, output_final_state=False), upstream.through("y")
+    assert problem.v.numel() > 2**31
+    got = gradients(problem, upstream)
+    for b in (0, 65535, 65536, 131071, 131072, 131079):
+        part = upstream.map(lambda tensor, b=b: tensor[b : b + 1])
+        one = {name: gradient[b : b + 1] for name, gradient in got.items()}
+        check_gradients(problem.batch(b), one, gradient_oracle(problem.batch(b), part))
+
+
+@needs_cuda
+def test_gradients_over_2_31_elements_long(free_afterwards: None) -> None:
+    """More than 2^31 elements along time in a few heads."""
+    need_gpu_memory(100)
+    problem, upstream = large_cuda_gradients((1, 2**21 + 96, 16, 64, 64))
+    assert problem.v.numel() > 2**31
+    fenced(problem, upstream, 64)
+    check_fenced(problem, upstream, gradients(problem, upstream), 64)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradients: strides and memory
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@on_every_device
+@each_dtype([torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("sizes", [(2, 40, 3, 24, 24), (2, 19, 2, 20, 32)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_layouts(device: str, dtype: torch.dtype, sizes: tuple[int, ...], layout: str) -> None:
+    """Any strides and any alignment, for all inputs and all that flows back at once."""
+    problem = make_problem(sizes, dtype, device, state=True)
+    upstream = make_upstream(problem)
+    run_and_check_gradients(problem.map(LAYOUTS[layout]), upstream.map(LAYOUTS[layout]))
+
+
+@on_every_device
+@pytest.mark.parametrize("name", [*NAMES, "dy", "dfinal_state"])
+def test_gradients_one_odd_layout(device: str, name: str) -> None:
+    """One tensor with odd strides among contiguous ones: catches one tensor's strides used for another."""
+    problem = make_problem((2, 40, 3, 24, 24), torch.float32, device, state=True)
+    upstream = make_upstream(problem)
+    want = gradient_oracle(problem, upstream)
+    for layout in map(LAYOUTS.get, ("all reversed", "odd start and pitch", "one element off")):
+        odd_upstream = Upstream(*(layout(up) if which == name else up for which, up in upstream.tensors().items()))
+        odd_problem = replace(problem, **{name: layout(getattr(problem, name))}) if name in NAMES else problem
+        check_gradients(problem, run_gradients(odd_problem, odd_upstream), want)
+
+
+@on_every_device
+@each_dtype(DTYPES)
+@pytest.mark.parametrize("sizes", [SEED_SHAPE, RAGGED_SHAPE, (2, 33, 3, 16, 16)], ids=str)
+def test_sum_backward(device: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    """`y.sum().backward()` gives a dy whose strides are all 0, and every leaf gets its gradient."""
+    problem = make_problem(sizes, dtype, device, state=True)
+    upstream = make_upstream(problem).map(torch.ones_like)
+    for way in WAYS:
+        leaf = with_grad(problem)
+        y, state = leaf.call()
+        strides: list[tuple[int, ...]] = []
+        for result in (y, state):
+            result.register_hook(lambda up, strides=strides: strides.extend([] if up is None else [up.stride()]))
+        loss = sum(result.sum() for result in Upstream(y, state).through(way) if result is not None)
+        loss.backward()
+        assert set(strides) == {(0, 0, 0, 0)}, "this torch no longer expands the gradient of a sum"
+        # q has no influence on the state.
+        zeros = torch.zeros_like(problem.q)
+        got = {name: zeros if tensor.grad is None else tensor.grad for name, tensor in leaves(leaf).items()}
+        assert way == "state" or leaf.q.grad is not None
+        check_gradients(problem, got, gradient_oracle(problem, upstream.through(way)))
+
+
+EXPANDED_UPSTREAM: dict[str, Callable[[Tensor], Tensor]] = {
+    "over batches": lambda tensor: tensor[:1].expand(tensor.shape),
+    "over dimension 1": lambda tensor: tensor[:, :1].expand(tensor.shape),
+    "over dimension 2": lambda tensor: tensor[:, :, :1].expand(tensor.shape),
+    "over columns": lambda tensor: tensor[..., :1].expand(tensor.shape),
+}
+
+
+@on_every_device
+@each_dtype([torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", EXPANDED_UPSTREAM)
+def test_expanded_upstream(device: str, dtype: torch.dtype, kind: str) -> None:
+    """Stride 0 in one dimension of what flows back, as the gradient of a mean over it has."""
+    problem = make_problem((2, 40, 3, 24, 20), dtype, device, state=True)
+    run_and_check_gradients(problem, make_upstream(problem).map(EXPANDED_UPSTREAM[kind]))
+
+
+@on_every_device
+@pytest.mark.parametrize("dim", range(4))
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_expanded_inputs(device: str, name: str, dim: int) -> None:
+    """An expanded input gets a gradient for each place, the leaf behind it their sum."""
+    problem = make_problem((2, 40, 3, 24, 24), torch.float32, device, state=True)
+    base = getattr(problem, name).narrow(dim, 0, 1).clone().requires_grad_()
+    problem = replace(problem, **{name: base.detach().expand(getattr(problem, name).shape)})
+    upstream = make_upstream(problem)
+    want = gradient_oracle(problem, upstream)
+    check_gradients(problem, run_gradients(problem, upstream), want)
+    behind = replace(problem, **{name: base.expand(getattr(problem, name).shape)})
+    got = pull_back(behind.call(), upstream, {name: base})[name]
+    sums = (part[name].sum(dim, keepdim=True) for part in want)
+    check_close(f"gradient of the leaf behind {name}", got, *sums, GRADIENT_TOLERANCE[torch.float32])
+    itself = with_grad(problem)
+    torch.autograd.backward(itself.call(), list(upstream))
+    check_gradients(problem, {each: tensor.grad for each, tensor in leaves(itself).items()}, want)
+
+
+@on_every_device
+@pytest.mark.parametrize("dim", range(4))
+def test_gradients_strides_over_2_31(device: str, dim: int, free_afterwards: None) -> None:
+    """Small tensors, dy among them, whose elements lie more than 2^31 elements apart along one dimension."""
+    problem = make_problem((2, 2, 2, 2, 2), torch.float32, device, state=True)
+    spread = spread_over_2_31(device, dim)
+    run_and_check_gradients(problem.map(spread), make_upstream(problem).map(spread))
+
+
+@on_every_device
+def test_gradients_strides_of_size_one(device: str) -> None:
+    """The stride of a dimension of size 1 means nothing and may be anything."""
+    problem = make_problem((1, 20, 1, 24, 24), torch.float32, device, state=True)
+    run_and_check_gradients(problem.map(odd_strides_of_size_one), make_upstream(problem).map(odd_strides_of_size_one))
+
+
+@on_every_device
+@each_dtype(DTYPES)
+@pytest.mark.parametrize("sizes", [SEED_SHAPE, RAGGED_SHAPE, (1, 17, 2, 7, 100), (1, 1, 1, 1, 1)], ids=str)
+def test_gradients_poisoned_memory(device: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    """NaN left by an earlier backward in shared memory, registers and scratch space must not come through."""
+    shapes = ((1, 64, 16 if device == "cuda" else 2, 128, 128), sizes)
+    bad = [make_problem(each, dtype, device, state=True).map(lambda tensor: tensor * torch.nan) for each in shapes]
+    problem = make_problem(sizes, dtype, device, state=True)
+    upstream = make_upstream(problem)
+    want = gradient_oracle(problem, upstream)
+    for _ in range(2):
+        for each in bad:
+            gradients(each)
+        poison(device, [2**power for power in range(9, 25)])
+        check_gradients(problem, run_gradients(problem, upstream), want)
+
+
+@on_every_device
+@each_dtype(DTYPES)
+@pytest.mark.parametrize("kept", ["BTHV", "HV"], ids=["full gate", "broadcast gate"])
+@pytest.mark.parametrize("sizes", [SEED_SHAPE, RAGGED_SHAPE, (4, 300, 8, 64, 64)], ids=str)
+def test_gradients_repeatable(device: str, dtype: torch.dtype, sizes: tuple[int, ...], kept: str) -> None:
+    """The same bits on every run: no atomics, no race."""
+    problem = make_problem(sizes, dtype, device, state=True, gate_shape=kept_shape(sizes, kept))
+    upstream = make_upstream(problem)
+    first = gradients(problem, upstream)
+    for _ in range(5 if device == "cuda" else 2):
+        for name, gradient in gradients(problem, upstream).items():
+            assert torch.equal(gradient, first[name]), name
+
+
+@on_every_device
+def test_gradients_in_threads(device: str) -> None:
+    """Forward and backward in several threads at once share nothing."""
+    options = {"device": device, "state": True}
+    problems = [make_problem((2, 100 + seed, 3, 40, 30), seed=seed, **options) for seed in range(4)]
+    alone = [gradients(problem) for problem in problems]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(gradients, problems * 8))
+    for index, got in enumerate(together):
+        for name, gradient in got.items():
+            assert torch.equal(gradient, alone[index % 4][name]), name
+
+
+def saved_bytes(problem: Problem, results: list[Any]) -> int:
+    """Bytes of the different storages that the graph of one call keeps; its results go to `results`."""
+    storages = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        results.extend(problem.call())
+    return sum(storages.values())
+
+
+@on_every_device
+@each_dtype([torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["contiguous", "heads before time", "expanded gate"])
+def test_memory_kept_for_backward(device: str, dtype: torch.dtype, layout: str) -> None:
+    """Inputs and sparse checkpoints of the state, together no more than 1.5 times the inputs; no contiguous copies."""
+    sizes = (2, 512, 4, 64, 64)
+    if layout == "expanded gate":
+        problem = make_problem(sizes, dtype, device, gate_shape=kept_shape(sizes, "BTH"))
+        problem = replace(problem, gate=problem.gate.expand(problem.v.shape))
+    else:
+        problem = make_problem(sizes, dtype, device, state=True).map(LAYOUTS[layout])
+    leaf = with_grad(problem)
+    given = sum(tensor.untyped_storage().nbytes() for tensor in leaf.tensors().values())
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    results: list[Any] = []
+    saved = saved_bytes(leaf, results)
+    assert 0 < saved <= 1.5 * given
+    if device == "cuda":
+        more = torch.cuda.memory_allocated() - before - sum(result.nbytes for result in results)
+        assert given + more <= 1.5 * given
+        got = pull_back(tuple(results), make_upstream(problem), leaves(leaf))
+        results.clear()
+        kept = sum(gradient.nbytes for gradient in got.values())
+        assert torch.cuda.memory_allocated() - before <= kept + 4096, "backward leaves memory behind"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradients: a citizen of autograd
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@on_every_device
+def test_nothing_requires_grad(device: str) -> None:
+    """With grad mode on but nothing that requires grad there is no graph, and the bits are the same either way."""
+    problem = make_problem((2, 5, 3, 4, 6), device=device, state=True)
+    assert torch.is_grad_enabled()
+    for results in (problem.call(), OPERATOR(*problem.operator_arguments())):
+        for result in results:
+            assert result.grad_fn is None and not result.requires_grad
+    with_graph, without = with_grad(problem).call(), problem.call()
+    for one, other in zip(with_graph, without, strict=True):
+        assert one.grad_fn is not None
+        assert torch.equal(one, other)
+
+
+@on_every_device
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_is_never_silently_missing(device: str, name: str) -> None:
+    """One input that requires grad, in a loss that has a gradient without it too: function, operator and module."""
+    problem = make_problem((2, 5, 3, 4, 6), device=device, state=name == "initial_state", output_final_state=False)
+    ways: list[Callable[[Problem], Tensor]] = [
+        lambda leaf: leaf.call()[0],
+        lambda leaf: OPERATOR(*leaf.operator_arguments())[0],
+    ]
     if name != "initial_state":
-        with pytest.raises(RuntimeError, match="^gated_delta:.*grad"):
-            ModelNew()(problem.q, problem.k, problem.v, problem.gate)
+        ways.append(lambda leaf: ModelNew()(leaf.q, leaf.k, leaf.v, leaf.gate))
+    upstream = make_upstream(problem)
+    want = gradient_oracle(problem, upstream)
+    for way in ways:
+        leaf = with_grad(problem, name)
+        x = getattr(leaf, name)
+        ((way(leaf) * upstream.y).sum() + x.sum()).backward()
+        check_gradients(problem, {name: x.grad - 1}, GradientOracle(want.gradients, {name: want.terms[name] + 1}))
 
 
 @on_every_device
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
 @pytest.mark.parametrize("name", ["q", "initial_state"])
 def test_requires_grad_without_grad_mode(device: str, mode: Callable[[], Any], name: str) -> None:
-    """With grad mode off such inputs are fine, and the results require nothing."""
+    """With grad mode off the results require nothing."""
     problem = with_grad(make_problem((2, 5, 3, 4, 6), device=device, state=True), name)
     with mode():
         y, state = problem.call()
@@ -1209,7 +2036,7 @@ def test_requires_grad_without_grad_mode(device: str, mode: Callable[[], Any], n
     check(problem.map(Tensor.detach), y, state)
 
 
-def test_requires_grad_of_inference_tensors() -> None:
+def test_inference_tensors() -> None:
     """Tensors made in inference mode can be used outside it."""
     with torch.inference_mode():
         problem = make_problem((2, 5, 3, 4, 6), state=True)
@@ -1217,20 +2044,195 @@ def test_requires_grad_of_inference_tensors() -> None:
     check(problem, y, state)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_functional_grad_is_refused() -> None:
-    """torch.func.grad raises instead of answering with zeros."""
-    problem = make_problem((2, 5, 3, 4, 6))
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        torch.func.grad(lambda q: gated_delta(q, problem.k, problem.v, problem.gate)[0].sum())(problem.q)
+@on_every_device
+def test_backward_twice(device: str) -> None:
+    """With retain_graph the same bits come again; without it the second time is an error."""
+    problem = make_problem((2, 20, 3, 12, 16), device=device, state=True)
+    upstream = make_upstream(problem)
+    leaf = with_grad(problem)
+    results = leaf.call()
+    first = pull_back(results, upstream, leaves(leaf), retain_graph=True)
+    second = pull_back(results, upstream, leaves(leaf))
+    for name, gradient in first.items():
+        assert torch.equal(gradient, second[name])
+        assert not share_memory(gradient, second[name])
+    with pytest.raises(RuntimeError, match="second time"):
+        pull_back(results, upstream, leaves(leaf))
 
 
+@on_every_device
+@pytest.mark.parametrize("name", NAMES)
+def test_input_changed_before_backward(device: str, name: str) -> None:
+    """An input that is written to between forward and backward is an error, not a wrong gradient."""
+    problem = make_problem((2, 20, 3, 12, 16), device=device, state=True)
+    leaf = with_grad(problem)
+    results = leaf.call()
+    with torch.no_grad():
+        getattr(leaf, name).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        pull_back(results, make_upstream(problem), leaves(leaf))
+
+
+@on_every_device
+def test_results_changed_before_backward(device: str) -> None:
+    """y and the final state are the caller's own: writing to them is part of the graph like anything else."""
+    problem = make_problem((2, 20, 3, 12, 16), device=device, state=True)
+    upstream = make_upstream(problem)
+    leaf = with_grad(problem)
+    y, state = leaf.call()
+    y.mul_(2)
+    state.mul_(2)
+    got = pull_back((y, state), upstream, leaves(leaf))
+    check_gradients(problem, {name: gradient / 2 for name, gradient in got.items()}, gradient_oracle(problem, upstream))
+
+
+@on_every_device
+@pytest.mark.parametrize("setting", [name for name in SETTINGS if name not in ("inference mode", "no grad")])
+def test_gradients_global_settings(device: str, setting: str) -> None:
+    """Settings of the process change no gradient; torch's anomaly detection finds nothing."""
+    problem = make_problem(RAGGED_SHAPE, torch.float32, device, state=True)
+    upstream = make_upstream(problem)
+    with SETTINGS[setting](), warnings.catch_warnings(), torch.autograd.detect_anomaly(check_nan=True):
+        warnings.simplefilter("ignore")
+        got = gradients(problem, upstream)
+    check_gradients(problem, got, gradient_oracle(problem, upstream))
+
+
+@on_every_device
 @pytest.mark.filterwarnings("ignore")
-def test_forward_mode_is_refused() -> None:
+@pytest.mark.parametrize("linear", [True, False], ids=["linear loss", "square loss"])
+@pytest.mark.parametrize("second", NAMES)
+@pytest.mark.parametrize("first", NAMES)
+def test_double_backward_is_refused(device: str, first: str, second: str, linear: bool) -> None:
+    """The gradient of a gradient raises, also beside a term that has one; nowhere is its part silently 0."""
+    leaf = with_grad(make_problem((2, 5, 3, 4, 6), device=device, state=True))
+    y, state = leaf.call()
+    loss = y.sum() + state.sum() if linear else y.square().sum() + state.square().sum()
+    inputs = [getattr(leaf, name) for name in (first, second)]
+    refused = r"(?i)twice|gradients? of (a )?gradients?|double|second"
+    with pytest.raises((RuntimeError, NotImplementedError), match=refused):
+        (gradient,) = torch.autograd.grad(loss, inputs[0], create_graph=True)
+        penalty = gradient.square().sum() + sum(tensor.square().sum() for tensor in inputs)
+        torch.autograd.grad(penalty, inputs[1])
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).square().sum())(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](torch.ones_like(f(x)))[0],
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "hessian": lambda f, x: torch.func.hessian(lambda x: f(x).square().sum())(x),
+    "vmap": lambda f, x: torch.func.vmap(f)(torch.stack([x, 2 * x])),
+    "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(lambda x: f(x).sum()))(torch.stack([x, 2 * x])),
+    "grad of vmap": lambda f, x: torch.func.grad(lambda x: torch.func.vmap(f)(torch.stack([x, 2 * x])).sum())(x),
+    "linearize": lambda f, x: torch.func.linearize(f, x)[1](torch.ones_like(x)),
+    "vectorized jacobian": lambda f, x: torch.autograd.functional.jacobian(f, x, vectorize=True),
+    "functional jvp": lambda f, x: torch.autograd.functional.jvp(f, x, torch.ones_like(x))[1],
+    "functional hessian": lambda f, x: torch.autograd.functional.hessian(lambda x: f(x).square().sum(), x),
+}
+
+
+@on_every_device
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", NAMES)
+def test_transforms_right_or_refused(device: str, name: str, transform: str) -> None:
+    """Every transform of torch.func and torch.autograd.functional gives what the loop gives, or an error in words."""
+    problem = make_problem((1, 3, 1, 2, 2), torch.float64, device, state=True)
+
+    def function(operator: Operator) -> Callable[[Tensor], Tensor]:
+        def of(x: Tensor) -> Tensor:
+            call = replace(problem, **{name: x})
+            y, state = operator(call.q, call.k, call.v, call.gate, **call.options())
+            return torch.cat([y.flatten(), state.flatten()])
+
+        return of
+
+    x = getattr(problem, name)
+    want = TRANSFORMS[transform](function(gated_delta_reference), x)
+    try:
+        got = TRANSFORMS[transform](function(gated_delta), x)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+        assert len(str(error)) > 10
+        return
+    assert torch.allclose(got, want, rtol=1e-10, atol=1e-10)
+
+
+def test_jacobian() -> None:
+    """torch.autograd.functional.jacobian in its plain form is reverse mode, many times over one graph: right."""
+    problem = make_problem((1, 3, 1, 2, 2), torch.float64, state=True)
+    jacobians = []
+    for operator in (gated_delta, gated_delta_reference):
+
+        def of(gate: Tensor, operator: Operator = operator) -> tuple[Tensor, Tensor]:
+            return operator(problem.q, problem.k, problem.v, gate, **problem.options())
+
+        jacobians.append(torch.autograd.functional.jacobian(of, problem.gate))
+    for one, other in zip(*jacobians, strict=True):
+        assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+@on_every_device
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["constants", "leaves"])
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_mode_is_refused(device: str, name: str, requires_grad: bool) -> None:
     """Forward-mode AD raises instead of dropping the tangent."""
-    problem = make_problem((2, 5, 3, 4, 6))
-    with forward_ad.dual_level(), pytest.raises((RuntimeError, NotImplementedError)):
-        replace(problem, q=forward_ad.make_dual(problem.q, torch.ones_like(problem.q))).call()
+    problem = make_problem((2, 5, 3, 4, 6), device=device, state=True)
+    if requires_grad:
+        problem = with_grad(problem)
+    x = getattr(problem, name)
+    with forward_ad.dual_level():
+        dual = replace(problem, **{name: forward_ad.make_dual(x, torch.ones_like(x))})
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            dual.call()
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            OPERATOR(*dual.operator_arguments())
+
+
+def projected(x: Tensor, weights: Tensor) -> Problem:
+    """A problem whose inputs all come from one tensor, as in a layer."""
+    q, k, v, gate = (x @ weights).chunk(4, dim=-1)
+    return Problem(q, k, v, torch.sigmoid(gate), output_final_state=True)
+
+
+@on_every_device
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["saved hooks", "reentrant"])
+def test_activation_checkpointing(device: str, use_reentrant: bool) -> None:
+    """torch.utils.checkpoint computes the forward again in the backward: the same gradients, to the bit."""
+    x = make_problem((2, 50, 3, 12, 12), device=device).q
+    weights = torch.randn(12, 4 * 16, generator=torch.Generator().manual_seed(0)).to(device)
+
+    def layer(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        y, state = projected(x, weights).call()
+        return y.tanh(), state
+
+    got = []
+    for checkpointed in (False, True):
+        inputs = [tensor.clone().requires_grad_() for tensor in (x, weights)]
+        if checkpointed:
+            y, state = checkpoint(layer, *inputs, use_reentrant=use_reentrant)
+        else:
+            y, state = layer(*inputs)
+        (y.square().sum() + state.square().sum()).backward()
+        got.append([tensor.grad for tensor in inputs])
+    for plain, again in zip(*got, strict=True):
+        assert plain.abs().sum() > 0
+        assert torch.equal(plain, again)
+
+
+def test_save_on_cpu() -> None:
+    """What is saved for the backward goes through torch's hooks, so it can be moved away and come back as a copy."""
+    problem = make_problem((2, 50, 3, 12, 12), state=True)
+    leaf = with_grad(problem)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(tensor) or tensor.clone(), torch.clone):
+        results = leaf.call()
+    assert packed
+    got = pull_back(results, make_upstream(problem), leaves(leaf))
+    for name, gradient in gradients(problem).items():
+        assert torch.equal(got[name], gradient)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1272,10 +2274,83 @@ def test_opcheck(device: str, case: str) -> None:
     torch.library.opcheck(OPERATOR, problem.map(LAYOUTS["heads before time"]).operator_arguments())
 
 
+@on_every_device
+@on_operator_cases
+def test_opcheck_with_gradients(device: str, case: str) -> None:
+    """The same with inputs that require grad: then AOT dispatch traces and runs the backward too."""
+    problem = make_problem((2, 20, 3, 12, 16), device=device, **OPERATOR_CASES[case])
+    for names in (tuple(problem.tensors()), ("k", "gate")):
+        report = torch.library.opcheck(OPERATOR, with_grad(problem, *names).operator_arguments())
+        assert set(report.values()) == {"SUCCESS"}, report
+
+
+def backward_arguments(problem: Problem, upstream: Upstream, needed: list[bool]) -> tuple[Any, ...]:
+    tensors = (problem.q, problem.k, problem.v, problem.gate, problem.initial_state)
+    return (*tensors, *upstream, problem.scale, problem.log_gate, needed)
+
+
+@on_every_device
+@on_operator_cases
+def test_opcheck_of_backward(device: str, case: str) -> None:
+    """The backward is an operator as well: schema, fake kernel and AOT dispatch agree with it."""
+    problem = make_problem((2, 20, 3, 12, 16), device=device, **OPERATOR_CASES[case])
+    upstream = make_upstream(problem)
+    permuted = problem.map(LAYOUTS["heads before time"])
+    everything = [True, True, True, True, problem.initial_state is not None]
+    calls = [backward_arguments(permuted, upstream, everything)]
+    if case == "both states":
+        calls += [backward_arguments(problem, upstream.through(way), [False, True, False, True, False]) for way in WAYS]
+    for arguments in calls:
+        report = torch.library.opcheck(OPERATOR_BACKWARD, arguments)
+        assert set(report.values()) == {"SUCCESS"}, report
+
+
+@on_every_device
+@on_operator_cases
+def test_backward_operator(device: str, case: str) -> None:
+    """The backward operator gives what autograd gives; a gradient that isn't needed has shape (0,)."""
+    problem = make_problem((2, 20, 3, 12, 16), device=device, **OPERATOR_CASES[case])
+    upstream = make_upstream(problem)
+    want = gradient_oracle(problem, upstream)
+    for names in SUBSETS:
+        if not set(names) <= set(problem.tensors()):
+            continue
+        results = OPERATOR_BACKWARD(*backward_arguments(problem, upstream, [name in names for name in NAMES]))
+        got = dict(zip(NAMES, results, strict=True))
+        assert all(got[name].shape == (0,) for name in NAMES if name not in names)
+        check_gradients(problem, {name: got[name] for name in names}, want)
+        for name, gradient in gradients(problem, upstream, names).items():
+            assert torch.equal(got[name], gradient), name
+
+
+@on_every_device
+@pytest.mark.parametrize("which", ["dy", "dfinal_state"])
+def test_backward_operator_errors(device: str, which: str) -> None:
+    """The backward operator reads no memory that isn't there: wrong shapes and types of dy are refused."""
+    problem = make_problem((2, 5, 3, 4, 6), device=device, state=True)
+    good = make_upstream(problem)
+    needed = [True] * 5
+    wrongs: list[Callable[[Tensor], Tensor]] = [
+        lambda tensor: tensor[:, :-1],
+        lambda tensor: tensor[..., :-1],
+        lambda tensor: tensor[0],
+        lambda tensor: tensor[:1],
+        lambda tensor: tensor.double(),
+    ]
+    if device == "cuda":
+        wrongs.append(Tensor.cpu)
+    for wrong in wrongs:
+        bad = Upstream(*(wrong(tensor) if name == which else tensor for name, tensor in good.tensors().items()))
+        with pytest.raises((TypeError, ValueError), match=f"^gated_delta:.*`{which}`"):
+            OPERATOR_BACKWARD(*backward_arguments(problem, bad, needed))
+    OPERATOR_BACKWARD(*backward_arguments(problem, good, needed))
+
+
 def test_operator_namespace() -> None:
     """The namespace holds the hash of the library: registering one name twice would kill the process."""
     digest = re.search(r"[0-9a-f]{8,}", Path(gated_delta_jit.LIBRARY).name).group()
     assert digest in OPERATOR.namespace
+    assert OPERATOR_BACKWARD.namespace == OPERATOR.namespace
 
 
 @on_operator_cases
@@ -1336,20 +2411,130 @@ def test_compile_dynamic(device: str) -> None:
     check(replace(second, q=2 * second.q), y, state)
 
 
-@on_every_device
-def test_compile_refuses_grad(device: str) -> None:
-    """A compiled call does not lose a gradient silently either."""
-    problem = with_grad(make_problem((2, 20, 3, 12, 16), device=device), "v")
-    with pytest.raises(RuntimeError, match="grad"):
-        compiled(device)(problem.q, problem.k, problem.v, problem.gate, **problem.options())
+def check_compiled_gradients(problem: Problem, upstream: Upstream, got: Gradients) -> None:
+    """`compiled` doubles q, so its gradient is half of what came, at twice the q."""
+    got = {name: gradient / 2 if name == "q" else gradient for name, gradient in got.items()}
+    doubled = replace(problem, q=2 * problem.q)
+    check_gradients(doubled, got, gradient_oracle(doubled, upstream))
 
 
 @on_every_device
-@each_dtype([torch.float32, *HALVES])
-def test_autocast(device: str, dtype: torch.dtype) -> None:
-    """Autocast changes neither types nor numbers of a call whose types go together."""
+@on_operator_cases
+def test_compile_gradients(device: str, case: str) -> None:
+    """torch.compile(fullgraph=True) through forward and backward: no graph break, right gradients."""
+    problem = make_problem((2, 20, 3, 12, 16), device=device, **OPERATOR_CASES[case]).map(LAYOUTS["heads before time"])
+    upstream = make_upstream(problem)
+    leaf = with_grad(problem)
+    results = compiled(device)(leaf.q, leaf.k, leaf.v, leaf.gate, **leaf.options())
+    check_compiled_gradients(problem, upstream, pull_back(results, upstream, leaves(leaf)))
+
+
+@on_every_device
+@pytest.mark.parametrize("names", [("v",), ("gate", "initial_state"), ("q", "k")], ids="-".join)
+def test_compile_gradients_of_some(device: str, names: tuple[str, ...]) -> None:
+    """Only some inputs require grad, and only y has a gradient: nothing gets lost on the way through the compiler."""
+    problem = make_problem((2, 20, 3, 12, 16), device=device, state=True)
+    upstream = make_upstream(problem).through("y")
+    leaf = with_grad(problem, *names)
+    results = compiled(device)(leaf.q, leaf.k, leaf.v, leaf.gate, **leaf.options())
+    check_compiled_gradients(problem, upstream, pull_back(results, upstream, leaves(leaf)))
+
+
+@on_every_device
+def test_compile_gradients_dynamic(device: str) -> None:
+    """B and T marked dynamic, forward and backward: compiled once, right for other sizes."""
+    function = compiled(device)
+    first = with_grad(make_problem((2, 17, 3, 12, 16), device=device, state=True))
+    for name in ("q", "k", "v", "gate"):
+        torch._dynamo.mark_dynamic(getattr(first, name), [0, 1])
+    torch._dynamo.mark_dynamic(first.initial_state, 0)
+    results = function(first.q, first.k, first.v, first.gate, **first.options())
+    check_compiled_gradients(first, make_upstream(first), pull_back(results, make_upstream(first), leaves(first)))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for B, T in ((5, 64), (3, 131)):
+            second = make_problem((B, T, 3, 12, 16), device=device, state=True)
+            upstream = make_upstream(second)
+            leaf = with_grad(second)
+            results = function(leaf.q, leaf.k, leaf.v, leaf.gate, **leaf.options())
+            check_compiled_gradients(second, upstream, pull_back(results, upstream, leaves(leaf)))
+
+
+@on_every_device
+def test_compile_a_training_step(device: str) -> None:
+    """ModelNew between linear layers, compiled as one graph: the gradients of the eager model."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    x = torch.randn(2, 40, 3, 12, device=device)
+    weights = torch.randn(12, 64, device=device)
+    operator = ModelNew()
+
+    def loss(x: Tensor, weights: Tensor) -> Tensor:
+        problem = projected(x, weights)
+        return operator(problem.q, problem.k, problem.v, problem.gate).square().mean()
+
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    got = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend=backend)):
+        inputs = [tensor.clone().requires_grad_() for tensor in (x, weights)]
+        function(*inputs).backward()
+        got.append([tensor.grad for tensor in inputs])
+    for eager, fast in zip(*got, strict=True):
+        assert (eager - fast).norm() <= 1e-5 * eager.norm()
+
+
+@on_every_device
+@each_dtype([torch.float64, torch.float16, torch.bfloat16])
+def test_autocast_leaves_other_types_alone(device: str, dtype: torch.dtype) -> None:
+    """Autocast is about float32: other types that go together keep their types and numbers."""
     problem = make_problem((2, 20, 3, 12, 16), dtype, device, state=True)
     with torch.autocast(device, dtype=torch.bfloat16):
+        y, state = run(problem)
+    check(problem, y, state)
+
+
+def autocast_problem(problem: Problem, half: torch.dtype) -> Problem:
+    """What autocast makes of a problem: float32 q, k and v rounded to half; gate and state as they are."""
+    return replace(problem, **{name: getattr(problem, name).to(half) for name in ("q", "k", "v")})
+
+
+@on_every_device
+@each_dtype(HALVES)
+@pytest.mark.parametrize("how", ["function", "operator", "module", "compiled"])
+def test_autocast(device: str, dtype: torch.dtype, how: str) -> None:
+    """float32 q, k and v are cast, gate and states are not; the leaves get float32 gradients."""
+    problem = make_problem((2, 20, 3, 12, 16), torch.float32, device, state=how != "module")
+    # Gates that half precision cannot tell from 1.
+    problem = replace(problem, gate=1 - 1e-4 * problem.gate, output_final_state=how != "module")
+    half = autocast_problem(problem, dtype)
+    upstream = make_upstream(half)
+    leaf = with_grad(problem)
+    with torch.autocast(device, dtype=dtype):
+        if how == "function":
+            y, state = leaf.call()
+        elif how == "operator":
+            y, state = OPERATOR(*leaf.operator_arguments())
+        elif how == "module":
+            y, state = ModelNew()(leaf.q, leaf.k, leaf.v, leaf.gate), None
+        else:
+            y, state = compiled(device)(leaf.q, leaf.k, leaf.v, leaf.gate, **leaf.options())
+            half = replace(half, q=2 * half.q)
+    check(half, y, state)
+    assert y.dtype == dtype
+    got = pull_back((y, state), upstream, leaves(leaf))
+    assert all(gradient.dtype == torch.float32 for gradient in got.values())
+    if how == "compiled":
+        got["q"] = got["q"] / 2
+    # The gradients were rounded to half on their way through the cast, so this changes nothing.
+    for name in ("q", "k", "v"):
+        got[name] = got[name].to(dtype)
+    check_gradients(half, got, gradient_oracle(half, upstream))
+
+
+@on_every_device
+def test_autocast_switched_off(device: str) -> None:
+    """Inside autocast a region without it is float32 again."""
+    problem = make_problem((2, 20, 3, 12, 16), torch.float32, device, state=True)
+    with torch.autocast(device, dtype=torch.bfloat16), torch.autocast(device, enabled=False):
         y, state = run(problem)
     check(problem, y, state)
 
@@ -1357,17 +2542,29 @@ def test_autocast(device: str, dtype: torch.dtype) -> None:
 @on_every_device
 @pytest.mark.parametrize("half", ["q", "k", "v", "gate"])
 def test_autocast_mixed(device: str, half: str) -> None:
-    """Types that autocast has mixed are refused or handled rightly, never misread."""
-    problem = make_problem((2, 20, 3, 12, 16), torch.float32, device)
-    mixed = replace(problem, **{half: getattr(problem, half).bfloat16()})
+    """One input is bfloat16 already, as after a linear layer: the others follow it."""
+    problem = make_problem((2, 20, 3, 12, 16), torch.float32, device, state=True)
+    problem = replace(problem, **{half: getattr(problem, half).bfloat16()})
     with torch.autocast(device, dtype=torch.bfloat16):
-        try:
-            y, _ = mixed.call()
-        except TypeError as error:
-            assert str(error).startswith("gated_delta:")
-            return
-    error = (y.double() - oracle(mixed)[0]).norm() / oracle(mixed)[0].norm()
-    assert error < 4 * TOLERANCE[torch.bfloat16].norm
+        y, state = problem.call()
+    check(autocast_problem(problem, torch.bfloat16), y, state)
+
+
+@on_every_device
+def test_autocast_around_a_layer(device: str) -> None:
+    """A linear layer and the operator under autocast, called twice with the same weights: gradients add up."""
+    x = make_problem((2, 20, 3, 12, 12), device=device).q
+    weights = torch.randn(12, 64, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
+
+    def loss() -> Tensor:
+        return projected(x, weights).call()[0].float().square().mean()
+
+    with torch.autocast(device, dtype=torch.bfloat16):
+        (loss() + loss()).backward()
+    twice, weights.grad = weights.grad, None
+    loss().backward()
+    assert twice.dtype == torch.float32
+    assert (twice - 2 * weights.grad).norm() <= 0.03 * twice.norm()
 
 
 @on_every_device
@@ -1534,6 +2731,241 @@ def test_other_device(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
 def test_mixed_cuda_devices(name: str) -> None:
     """One argument on another GPU is an error, not a read through the peer link."""
     check_error(Wrong("mixed", ValueError, name, ["cuda:0", "cuda:1"], moved(name, "cuda:1")), "cuda:0")
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=dtype_name)
+@pytest.mark.parametrize("sizes", [SEED_SHAPE, RAGGED_SHAPE, (2, 300, 3, 130, 40)], ids=str)
+@pytest.mark.parametrize("kept", ["BTHV", "HV"], ids=["full gate", "broadcast gate"])
+def test_gradients_graph_replay(dtype: torch.dtype, sizes: tuple[int, ...], kept: str) -> None:
+    """Forward and backward captured together, replayed with changed inputs."""
+    options = {"state": True, "gate_shape": kept_shape(sizes, kept)}
+    static = with_grad(make_problem(sizes, dtype, "cuda", **options))
+    static_upstream = make_upstream(static)
+    # torch's own backward thread needs a first call outside of a capture; the operator needs none.
+    torch.ones(1, device="cuda", requires_grad=True).sum().backward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = static.call()
+        got = pull_back(results, static_upstream, leaves(static))
+    for seed in (1, 2, 3):
+        fresh = make_problem(sizes, dtype, "cuda", seed=seed, **options)
+        upstream = make_upstream(fresh).map(lambda tensor, seed=seed: tensor / seed)
+        with torch.no_grad():
+            for name, tensor in static.tensors().items():
+                tensor.copy_(getattr(fresh, name))
+            for to, source in zip(static_upstream, upstream, strict=True):
+                to.copy_(source)
+        for gradient in got.values():
+            gradient.fill_(torch.nan)
+        graph.replay()
+        check_gradients(fresh, got, gradient_oracle(fresh, upstream))
+        first = {name: gradient.clone() for name, gradient in got.items()}
+        graph.replay()
+        assert all(torch.equal(gradient, first[name]) for name, gradient in got.items())
+
+
+@needs_cuda
+def test_captured_training_step() -> None:
+    """A whole step (layer, operator, loss, backward, optimizer) in one graph trains like the eager one."""
+    torch.manual_seed(0)
+    batches = torch.randn(6, 2, 64, 3, 12, device="cuda")
+    start = torch.randn(12, 64, device="cuda")
+
+    def step(x: Tensor, weights: Tensor) -> Tensor:
+        loss = (projected(x, weights).call()[0] - x[..., :1]).square().mean()
+        (gradient,) = torch.autograd.grad(loss, weights)
+        with torch.no_grad():
+            weights -= 0.1 * gradient
+        return loss.detach()
+
+    eager = start.clone().requires_grad_()
+    want = [step(x, eager).item() for x in batches]
+    weights = start.clone().requires_grad_()
+    static = batches[0].clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(static, weights)
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.no_grad():
+        weights.copy_(start)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step(static, weights)
+    got = []
+    for x in batches:
+        static.copy_(x)
+        graph.replay()
+        got.append(loss.item())
+    assert got == pytest.approx(want, rel=1e-5)
+    assert (weights - eager).norm() <= 1e-5 * (eager - start).norm()
+    assert want[-1] < want[0]
+
+
+@needs_cuda
+@pytest.mark.parametrize("sizes", [SEED_SHAPE, RAGGED_SHAPE, (1, 300, 2, 128, 128)], ids=str)
+def test_gradients_side_stream(sizes: tuple[int, ...]) -> None:
+    """The backward runs on the stream of the forward: there dy is NaN until a long wait is over."""
+    problem = make_problem(sizes, torch.float32, "cuda", state=True)
+    upstream = make_upstream(problem)
+    late = upstream.map(lambda tensor: torch.full_like(tensor, torch.nan))
+    leaf = with_grad(problem)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        # The first launch of a kernel loads it, which may wait for the GPU.
+        pull_back(leaf.call(), late, leaves(leaf))
+        results = leaf.call()
+        stream.synchronize()
+        torch.cuda._sleep(SLEEP_CYCLES)
+        for to, source in zip(late, upstream, strict=True):
+            to.copy_(source)
+        got = pull_back(results, late, leaves(leaf))
+        assert not stream.query(), "the backward waited for the GPU"
+    stream.synchronize()
+    check_gradients(problem, got, gradient_oracle(problem, upstream))
+
+
+@needs_cuda
+def test_gradients_on_two_streams() -> None:
+    """Backward on two streams at once: no shared scratch space."""
+    options = {"device": "cuda", "state": True}
+    problems = [make_problem((4, 300 + seed, 8, 64, 64), seed=seed, **options) for seed in range(2)]
+    alone = [gradients(problem) for problem in problems]
+    streams = [torch.cuda.Stream() for _ in problems]
+    torch.cuda.synchronize()
+    together: list[tuple[int, Gradients]] = []
+    for index in [0, 1] * 8:
+        with torch.cuda.stream(streams[index]):
+            together.append((index, gradients(problems[index])))
+    torch.cuda.synchronize()
+    for index, got in together:
+        for name, gradient in got.items():
+            assert torch.equal(gradient, alone[index][name]), name
+
+
+@needs_cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs: gradients elsewhere were NOT tested")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=dtype_name)
+@pytest.mark.parametrize("sizes", [SEED_SHAPE, RAGGED_SHAPE, (1, 130, 2, 130, 257)], ids=str)
+def test_gradients_on_other_device(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Tensors on a device that is not current, in turns."""
+    for device in ("cuda:1", "cuda:0", "cuda:1"):
+        for current in (0, 1):
+            with torch.cuda.device(current):
+                run_and_check_gradients(make_problem(sizes, dtype, device, state=True))
+                assert torch.cuda.current_device() == current
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training: one real use
+# ---------------------------------------------------------------------------------------------------------------------
+
+TEXT_PATH = Path(__file__).resolve().parent / "README.md"
+CURVE_BAR = 5e-5
+
+
+class CharacterLayer(nn.Module):
+    """Norm, one projection to q, k, v and gate, the operator, norm, projection back; with a residual."""
+
+    def __init__(self, operator: Operator, width: int, heads: int) -> None:
+        super().__init__()
+        self.operator = operator
+        self.heads = heads
+        self.norm_in = nn.LayerNorm(width)
+        self.project = nn.Linear(width, 4 * width)
+        self.norm_out = nn.LayerNorm(width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v, gate = self.project(self.norm_in(x)).unflatten(-1, (self.heads, -1)).chunk(4, dim=-1)
+        y, _ = self.operator(q, k, v, torch.sigmoid(gate + 2), scale=q.shape[-1] ** -0.5)
+        return x + self.out(self.norm_out(y.flatten(-2)))
+
+
+def character_model(operator: Operator, letters: int, width: int = 32, heads: int = 2) -> nn.Module:
+    """Two layers between an embedding and logits of the next letter; the same numbers for every operator."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = [CharacterLayer(operator, width, heads) for _ in range(2)]
+        return nn.Sequential(nn.Embedding(letters, width), *layers, nn.LayerNorm(width), nn.Linear(width, letters))
+
+
+def train(operator: Operator, text: str, steps: int, device: str, length: int = 64, batch: int = 8) -> list[float]:
+    """Trains a character model with Adam on random pieces of the text; returns the loss of every step."""
+    letters = sorted(set(text))
+    numbers = {letter: number for number, letter in enumerate(letters)}
+    codes = torch.tensor([numbers[letter] for letter in text])
+    model = character_model(operator, len(letters)).to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3, eps=1e-6)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(steps):
+        starts = torch.randint(len(codes) - length, (batch,), generator=generator)
+        pieces = codes[starts.unsqueeze(1) + torch.arange(length + 1)].to(device)
+        loss = nn.functional.cross_entropy(model(pieces[:, :-1]).flatten(0, 1), pieces[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def entropy_of_next_letter(text: str) -> float:
+    """Nats per letter for somebody who knows the letter before and all frequencies of this very text."""
+    pairs = Counter(itertools.pairwise(text))
+    singles = Counter(text[:-1])
+    return -sum(count * math.log(count / singles[first]) for (first, _), count in pairs.items()) / (len(text) - 1)
+
+
+@pytest.fixture(scope="module")
+def loop_losses() -> list[float]:
+    """The first 50 losses of the same training with the reference loop."""
+    with one_thread():
+        return train(gated_delta_reference, TEXT_PATH.read_text(encoding="utf-8"), 50, "cpu")
+
+
+@on_every_device
+def test_character_model_learns(device: str, loop_losses: list[float]) -> None:
+    """A character model learns this project's README, and does so step for step as with the reference loop.
+
+    The curve: measured on CPU, over 50 steps the losses with the float32 loop are within 1e-6 of those with a float64
+    loop, and a gradient that is 2 % too large moves them by 1e-3; the bar lies between, at 5e-5.
+    The end: without memory nobody gets below the entropy of the next letter given the one before (2.4 nats). With the
+    operator's gradients cut off the model reaches 0.96 of that, with right ones 0.71; the bar is 0.85.
+    """
+    text = TEXT_PATH.read_text(encoding="utf-8")
+    with one_thread():
+        losses = train(gated_delta, text, 300, device)
+    for step, (got, want) in enumerate(zip(losses, loop_losses, strict=False)):
+        assert abs(got - want) <= CURVE_BAR, f"step {step}: loss {got}, with the loop {want}"
+    assert sum(losses[-20:]) / 20 < 0.85 * entropy_of_next_letter(text)
+
+
+def test_character_model_needs_every_gradient(loop_losses: list[float]) -> None:
+    """The curve tests something: with one input's gradient cut off, or 2 % too large, it leaves the bar."""
+
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, upstream: Tensor) -> Tensor:
+            return 1.02 * upstream
+
+    text = TEXT_PATH.read_text(encoding="utf-8")
+    for place, spoil in itertools.product(range(4), (Tensor.detach, Wrong.apply)):
+
+        def spoilt(*tensors: Tensor, place: int = place, spoil: Any = spoil, **options: Any) -> tuple[Tensor, Any]:
+            inputs = [spoil(tensor) if index == place else tensor for index, tensor in enumerate(tensors)]
+            return gated_delta(*inputs, **options)
+
+        with one_thread():
+            losses = train(spoilt, text, 50, "cpu")
+        assert max(abs(got - want) for got, want in zip(losses, loop_losses, strict=True)) > 5 * CURVE_BAR
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1969,3 +3401,127 @@ gated_delta_jit.gated_delta(x, x, x, x)
 """
     done = python(code, cpu_build.folder, cpu_build.variables, fails=True)
     assert re.search(r"\nRuntimeError: gated_delta:.*(CUDA|nvcc)", done.stderr), done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training in several processes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def script(code: str, folder: Path, *arguments: str) -> str:
+    """Runs code from a file, which spawned processes can import; returns what it printed."""
+    (folder / "script.py").write_text(code)
+    command = [sys.executable, str(folder / "script.py"), *arguments]
+    # gloo looks for the machine's own address, which not every container knows; one machine needs no NVLink multicast.
+    variables = environment(GLOO_SOCKET_IFNAME="lo" if sys.platform == "linux" else None, NCCL_NVLS_ENABLE="0")
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=TIME_LIMIT)
+    assert done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+DISTRIBUTED = """
+import sys
+import torch
+import torch.distributed
+from gated_delta_jit import gated_delta
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = torch.nn.Linear(8, 64)
+        self.state = torch.nn.Parameter(torch.randn(1, 3, 16, 16))
+
+    def forward(self, x):
+        q, k, v, gate = self.project(x).chunk(4, dim=-1)
+        state = self.state.expand(x.shape[0], -1, -1, -1)
+        y, end = gated_delta(q, k, v, torch.sigmoid(gate), initial_state=state, output_final_state=True)
+        return y.square().mean() + end.square().mean()
+
+def data():
+    return torch.randn(4, 40, 3, 8, generator=torch.Generator().manual_seed(1))
+
+def train(model, x):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(x).backward()
+        optimizer.step()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+def worker(rank, device, folder):
+    torch.set_num_threads(1)
+    backend = "nccl" if device == "cuda" else "gloo"
+    torch.distributed.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        device = f"cuda:{rank}"
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(Layer().to(device))
+    x = data()[2 * rank : 2 * rank + 2].to(device)
+    torch.save(train(model, x), f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+if __name__ == "__main__":
+    device, folder = sys.argv[1:]
+    torch.multiprocessing.spawn(worker, (device, folder), nprocs=2)
+    torch.manual_seed(0)
+    layer = Layer().to(device)
+    start = [parameter.detach().clone().cpu() for parameter in layer.parameters()]
+    alone = train(layer, data().to(device))
+    first, second = (torch.load(f"{folder}/{rank}.pt") for rank in range(2))
+    for before, one, other, want in zip(start, first, second, alone):
+        moved = (want - before).norm()
+        assert moved > 1e-3
+        assert torch.equal(one, other)
+        assert (one - want).norm() < 1e-4 * moved, ((one - want).norm() / moved).item()
+    print("same")
+"""
+
+
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    """Two processes with half of the batch each end where one with all of it ends."""
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        pytest.skip("this torch has no gloo: distributed training on CPU was NOT tested")
+    assert script(DISTRIBUTED, tmp_path, "cpu", str(tmp_path)) == "same\n"
+
+
+@needs_cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs: DistributedDataParallel did NOT run")
+def test_distributed_data_parallel_on_two_gpus(tmp_path: Path) -> None:
+    """The same on two GPUs."""
+    assert script(DISTRIBUTED, tmp_path, "cuda", str(tmp_path)) == "same\n"
+
+
+SPAWN = """
+import sys
+import torch
+from gated_delta_jit import gated_delta
+
+def gradients(tensors):
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    y, state = gated_delta(*leaves, output_final_state=True)
+    return torch.autograd.grad(y.square().sum() + state.sum(), leaves)
+
+def child(tensors, path):
+    torch.save([gradient.cpu() for gradient in gradients(tensors)], path)
+
+if __name__ == "__main__":
+    device, path = sys.argv[1:]
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.rand(2, 40, 3, 24, generator=generator).to(device) for _ in range(4)]
+    want = gradients(tensors)
+    process = torch.multiprocessing.get_context("spawn").Process(target=child, args=(tensors, path))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    for got, here in zip(torch.load(path), want):
+        assert got.any()
+        assert torch.equal(got, here.cpu())
+    print("same")
+"""
+
+
+@on_every_device
+def test_spawned_process(device: str, tmp_path: Path) -> None:
+    """A second process made by `spawn` after the first has trained: the same gradients, on the tensors of the first."""
+    assert script(SPAWN, tmp_path, device, str(tmp_path / "gradients.pt")) == "same\n"
