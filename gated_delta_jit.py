@@ -1182,7 +1182,7 @@ __device__ __forceinline__ void backward_tile(const Params& p, const Gradients<i
 }
 
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kMaxWarps * 32)
+__global__ void __launch_bounds__(Traits::kMaxWarps * 32, 1)
     simt_backward(const __grid_constant__ Params p,
                   const __grid_constant__ Gradients<int64_t> grads,
                   const __grid_constant__ BackwardLaunch launch) {
@@ -1191,7 +1191,7 @@ __global__ void __launch_bounds__(Traits::kMaxWarps * 32)
 
 // Both kinds of blocks side by side, for small problems: one launch less.
 template <class Columns, class Rows>
-__global__ void __launch_bounds__(Columns::kMaxWarps * 32)
+__global__ void __launch_bounds__(Columns::kMaxWarps * 32, 1)
     simt_backward_both(const __grid_constant__ Params p,
                        const __grid_constant__ Gradients<int64_t> grads,
                        const __grid_constant__ BackwardLaunch launch) {
