@@ -1379,7 +1379,7 @@ struct FloatTraits {
             bool kPacked = true>
   using Tile = SimtTraits<Element, float, kRowGroups, kRows, kTimeGroups, kColumns, kSteps,
                           kMaxWarps, kPacked>;
-  using General32 = Tile<8, 4, 1, 4, 4, 8, false>;
+  using General32 = Tile<8, 4, 1, 4, 4, 4, false>;
   using General128 = Tile<16, 8, 1, 4, 4, 4, false>;
 
   static cudaError_t launch(const Params& p, Slice slice, int64_t processors, cudaStream_t stream) {
