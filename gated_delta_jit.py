@@ -78,13 +78,12 @@ using Params = Arguments<int64_t>;
 
 // What a backward call has besides: gradients that come in, and where those that go out are wanted.
 // Data is null for an incoming gradient of zero and for an outgoing one that nobody needs.
-template <typename Index>
 struct Gradients {
-  View<Index> dy;
-  View<Index> dfinal_state;
-  View<Index> dq, dk, dv;  // q's dtype
-  View<Index> dgate;       // (B, T, H, V) in the state's type, not yet summed over broadcast axes
-  View<Index> dinitial_state;  // the state's type
+  View<int64_t> dy;
+  View<int64_t> dfinal_state;
+  View<int64_t> dq, dk, dv;  // q's dtype
+  View<int64_t> dgate;       // (B, T, H, V) in the state's type, not yet summed over broadcast axes
+  View<int64_t> dinitial_state;  // the state's type
 };
 
 // Rows of the state (in the backward: elements of the axis that is summed) that one kernel launch
@@ -768,7 +767,7 @@ struct BackwardLane {
   static constexpr int kRowCount = Traits::kRowCount;
   static constexpr int kColumnCount = Traits::kColumnCount;
 
-  int warp, warps, sum_group, time_group, state_lane, own_group;
+  int warp, warps, sum_group, time_group, state_lane;
   int64_t batch, head, sweep, owned, start;  // `owned`: first index of the lane's own axis
   int steps;
 
@@ -804,7 +803,7 @@ struct BackwardLane {
     warp = threadIdx.x / 32;
     warps = blockDim.x / 32;
     sum_group = lane % Traits::kSumGroups;
-    own_group = lane / Traits::kSumGroups % Traits::kOwnGroups;
+    const int own_group = lane / Traits::kSumGroups % Traits::kOwnGroups;
     time_group = lane / Traits::kStateLanes;
     state_lane = lane % Traits::kStateLanes;
     head = blockIdx.x / launch.sweeps;
@@ -836,7 +835,7 @@ struct BackwardLane {
                       Traits::kColumns ? 1 : Traits::kSumGroups, steps, p.V - channel, packed);
   }
 
-  __device__ __forceinline__ void load(const Params& p, const Gradients<int64_t>& grads,
+  __device__ __forceinline__ void load(const Params& p, const Gradients& grads,
                                        bool packed) {
     load_row_axis<Element>(k, p.k, p, packed);
     load_column_axis<Element>(v, p.v, p, packed);
@@ -966,7 +965,7 @@ struct BackwardLane {
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kMaxWarps * 32)
     simt_summarize_sweeps(const __grid_constant__ Params p,
-                          const __grid_constant__ Gradients<int64_t> grads,
+                          const __grid_constant__ Gradients grads,
                           const __grid_constant__ BackwardLaunch launch) {
   using Accum = typename Traits::Accum;
   extern __shared__ __align__(16) unsigned char shared_memory[];
@@ -1012,7 +1011,7 @@ __global__ void __launch_bounds__(Traits::kMaxWarps * 32)
 // step.
 template <typename Accum>
 __global__ void chain_sweeps(const __grid_constant__ Params p,
-                             const __grid_constant__ Gradients<int64_t> grads,
+                             const __grid_constant__ Gradients grads,
                              const __grid_constant__ BackwardLaunch launch) {
   const int64_t elements = p.K * p.V;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -1048,7 +1047,7 @@ __global__ void chain_sweeps(const __grid_constant__ Params p,
 
 // One block's work: its tile's gradients over one sweep.
 template <class Traits>
-__device__ __forceinline__ void backward_tile(const Params& p, const Gradients<int64_t>& grads,
+__device__ __forceinline__ void backward_tile(const Params& p, const Gradients& grads,
                                               const BackwardLaunch& launch, int64_t tile) {
   using Accum = typename Traits::Accum;
   using Element = typename Traits::Element;
@@ -1184,7 +1183,7 @@ __device__ __forceinline__ void backward_tile(const Params& p, const Gradients<i
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kMaxWarps * 32, 1)
     simt_backward(const __grid_constant__ Params p,
-                  const __grid_constant__ Gradients<int64_t> grads,
+                  const __grid_constant__ Gradients grads,
                   const __grid_constant__ BackwardLaunch launch) {
   backward_tile<Traits>(p, grads, launch, launch.tile + blockIdx.z);
 }
@@ -1193,7 +1192,7 @@ __global__ void __launch_bounds__(Traits::kMaxWarps * 32, 1)
 template <class Columns, class Rows>
 __global__ void __launch_bounds__(Columns::kMaxWarps * 32, 1)
     simt_backward_both(const __grid_constant__ Params p,
-                       const __grid_constant__ Gradients<int64_t> grads,
+                       const __grid_constant__ Gradients grads,
                        const __grid_constant__ BackwardLaunch launch) {
   const int64_t column_tiles = (p.V + Columns::kTileOwned - 1) / Columns::kTileOwned;
   const int64_t tile = launch.tile + blockIdx.z;
@@ -1416,7 +1415,7 @@ struct DoubleTraits {
 // ---- Backward.
 
 // All operands that move along the last axis in packs of at most 16 bytes.
-bool moves_in_packs(const Params& p, const Gradients<int64_t>& grads) {
+bool moves_in_packs(const Params& p, const Gradients& grads) {
   const int element = size_of(p.dtype);
   const int gate = size_of(p.gate_dtype);
   const auto fits = [&](const View<int64_t>& view, int64_t channels, int size) {
@@ -1454,7 +1453,7 @@ int64_t owned_tiles(const Params& p) {
 
 template <class Traits, class Kernel>
 cudaError_t launch_blocks(Kernel kernel, int64_t tiles, const Params& p,
-                          const Gradients<int64_t>& grads, BackwardLaunch launch,
+                          const Gradients& grads, BackwardLaunch launch,
                           cudaStream_t stream) {
   const int warps = static_cast<int>(launch.sweep_steps / (Traits::kTimeGroups * Traits::kSteps));
   const int words = warps * Traits::kTimeGroups * Traits::kMostWords * Traits::kStateLanes;
@@ -1486,7 +1485,7 @@ struct BackwardKernels {
 
   // One launch: the summed axis fits a tile.
   template <Own kOwn>
-  static cudaError_t launch_tile(const Params& p, const Gradients<int64_t>& grads,
+  static cudaError_t launch_tile(const Params& p, const Gradients& grads,
                                  const BackwardLaunch& launch, bool summarize,
                                  cudaStream_t stream) {
     const int64_t summed = kOwn == Own::kColumns ? p.K : p.V;
@@ -1499,7 +1498,7 @@ struct BackwardKernels {
   }
 
   template <class Traits>
-  static cudaError_t launch_kind(const Params& p, const Gradients<int64_t>& grads,
+  static cudaError_t launch_kind(const Params& p, const Gradients& grads,
                                  const BackwardLaunch& launch, bool summarize,
                                  cudaStream_t stream) {
     if constexpr (Traits::kColumns) {
@@ -1514,7 +1513,7 @@ struct BackwardKernels {
 
   // Slices of the summed axis, one after the other.
   template <Own kOwn>
-  static cudaError_t launch_all(const Params& p, const Gradients<int64_t>& grads,
+  static cudaError_t launch_all(const Params& p, const Gradients& grads,
                                 BackwardLaunch launch, bool summarize, cudaStream_t stream) {
     const int accum = sizeof(Accum);
     const int element = size_of(p.dtype);
@@ -1524,7 +1523,7 @@ struct BackwardKernels {
       const int64_t count = std::min(most, all - first);
       launch.slice = Slice{first > 0, first + count >= all};
       Params part = p;
-      Gradients<int64_t> part_grads = grads;
+      Gradients part_grads = grads;
       if (kOwn == Own::kColumns) {
         launch.row = first;
         part = slice_rows(p, first, count);
@@ -1542,7 +1541,7 @@ struct BackwardKernels {
     return cudaSuccess;
   }
 
-  static cudaError_t launch(const Params& p, const Gradients<int64_t>& grads, BackwardLaunch launch,
+  static cudaError_t launch(const Params& p, const Gradients& grads, BackwardLaunch launch,
                             cudaStream_t stream) {
     cudaError_t error = cudaSuccess;
     if (launch.sweeps > 1) {
@@ -1632,7 +1631,7 @@ int64_t backward_scratch_bytes(const Params& p) {
 }
 
 // Computes the gradients that `grads` has a place for. Nothing may be empty.
-cudaError_t launch_backward(const Params& p, const Gradients<int64_t>& grads, void* scratch,
+cudaError_t launch_backward(const Params& p, const Gradients& grads, void* scratch,
                             cudaStream_t stream) {
   const BackwardScratch at(p);
   const int accum = p.dtype == Dtype::kFloat64 ? 8 : 4;
@@ -1712,7 +1711,7 @@ namespace gated_delta {
 #ifdef GATED_DELTA_WITH_CUDA
 // In CUDA_SOURCE.
 cudaError_t launch_forward(const Params& p, cudaStream_t stream);
-cudaError_t launch_backward(const Params& p, const Gradients<int64_t>& grads, void* scratch,
+cudaError_t launch_backward(const Params& p, const Gradients& grads, void* scratch,
                             cudaStream_t stream);
 int64_t backward_scratch_bytes(const Params& p);
 #endif
@@ -2077,7 +2076,7 @@ class Walker {
   }
 
   // All columns of one (batch, head): dq and dk are sums over them.
-  void walk_back(const Gradients<int64_t>& grads, int64_t batch, int64_t head) {
+  void walk_back(const Gradients& grads, int64_t batch, int64_t head) {
     const int64_t chunks = (p_.T + kChunkSteps - 1) / kChunkSteps;
     std::vector<Accum> dq(chunks * kChunkSteps * p_.K);
     std::vector<Accum> dk(chunks * kChunkSteps * p_.K);
@@ -2210,7 +2209,7 @@ class Walker {
 
 // Forward without `grads`, backward with them.
 template <typename Element, typename Gate, typename Accum>
-void run_on_cpu(const Params& p, const Gradients<int64_t>* grads) {
+void run_on_cpu(const Params& p, const Gradients* grads) {
   constexpr int64_t kColumns = Chunk<Accum>::kColumns;
   const int64_t tiles = grads != nullptr ? 1 : (p.V + kColumns - 1) / kColumns;
   // A thread is worth waking for some 50 us of work.
@@ -2230,7 +2229,7 @@ void run_on_cpu(const Params& p, const Gradients<int64_t>* grads) {
 }
 
 template <typename Element>
-void run_half_on_cpu(const Params& p, const Gradients<int64_t>* grads) {
+void run_half_on_cpu(const Params& p, const Gradients* grads) {
   if (p.gate_dtype == Dtype::kFloat32) {
     run_on_cpu<Element, float, float>(p, grads);
   } else {
@@ -2238,7 +2237,7 @@ void run_half_on_cpu(const Params& p, const Gradients<int64_t>* grads) {
   }
 }
 
-void run_on_cpu(const Params& p, const Gradients<int64_t>* grads) {
+void run_on_cpu(const Params& p, const Gradients* grads) {
   switch (p.dtype) {
     case Dtype::kFloat32:
       return run_on_cpu<float, float, float>(p, grads);
@@ -2347,7 +2346,7 @@ std::array<Tensor, 5> backward(const Inputs& in, const std::optional<Tensor>& dy
   const at::ScalarType dtype = in.q.scalar_type();
   const int64_t values[4] = {p.B, p.T, p.H, p.V};
   const int64_t state[4] = {p.B, p.H, p.K, p.V};
-  Gradients<int64_t> grads;
+  Gradients grads;
   grads.dy = describe_gradient(dy, "dy", values, dtype, in.q);
   grads.dfinal_state =
       describe_gradient(dfinal_state, "dfinal_state", state, state_type(in.q), in.q);

@@ -2,12 +2,12 @@
 // launch_backward. `p.workspace(name, dtype, shape)` allocates exact, poisoned scratch memory.
 namespace gated_delta {
 int64_t backward_scratch_bytes(const Params& p);
-cudaError_t launch_backward(const Params& p, const Gradients<int64_t>& grads, void* scratch, cudaStream_t stream);
+cudaError_t launch_backward(const Params& p, const Gradients& grads, void* scratch, cudaStream_t stream);
 }  // namespace gated_delta
 
 cudaError_t call_backward(Problem& p) {
   const Params a = shared_arguments(p);
-  gated_delta::Gradients<int64_t> g;
+  gated_delta::Gradients g;
   g.dy = p.dy.view();
   g.dfinal_state = p.dfinal.view();
   g.dq = p.dq.view();
