@@ -58,8 +58,41 @@ def balanced_end(text, start, opening, closing):
     raise ValueError(f"unbalanced {opening} from offset {start}: {text[start : start + 80]!r}")
 
 
+PTX_BANNER = "// ============================== PTX in small named functions ====="
+PTX_HOST = os.path.join(SHIM, "ptx.h")
+
+
+def device_functions(text):
+    return set(re.findall(r"__device__[^;{}()]*?\b(\w+)\s*(?:<[^<>;{}()]*>)?\s*\(", blank_comments(text)))
+
+
+def ptx_section(text):
+    """Offsets of the section with the PTX, from its banner up to the next one; None without one."""
+    begin = text.find(PTX_BANNER)
+    if begin < 0:
+        return None
+    end = text.find("\n// =====", begin)
+    return begin, len(text) if end < 0 else end + 1
+
+
+def replace_ptx(text):
+    """The section with the PTX becomes an include of its host version."""
+    place = ptx_section(text)
+    if place is None:
+        return text
+    section = text[place[0] : place[1]]
+    missing = device_functions(section) - device_functions(read(PTX_HOST))
+    if missing:
+        sys.exit(f"emu: {os.path.relpath(PTX_HOST)} defines no {', '.join(sorted(missing))} of the source's PTX section")
+    include = f'{section.splitlines()[0]}\n#include "ptx.h"\n'
+    return text[: place[0]] + include + "\n" * (section.count("\n") - 2) + text[place[1] :]
+
+
 def rewrite(text):
     """CUDA to C++. The number of lines stays, so that messages name lines of gated_delta.cu."""
+    text = replace_ptx(text)
+    # Defined for the kernels alone: CUDA's headers would take it for nvcc's device pass.
+    text = re.sub(r"\b__CUDA_ARCH__\b", "EMU_ARCH", text)
     # kernel<...><<<config>>>(args), from the last to the first.
     while True:
         clean = blank_comments(text)
@@ -155,41 +188,8 @@ def prune():
             os.remove(path)
 
 
-def build(source, mode, optimise, only_float, quiet=False):
-    """The path of the test program, or a string of compiler messages."""
-    os.makedirs(BUILD, exist_ok=True)
-    prune()
-    contract = source[: source.index("#include <cuda_bf16.h>")]
-    if only_float:  # quicker to compile: half-precision and double cases of the launchers' switches go
-        source = re.sub(
-            r"case Dtype::k(?:Float16|BFloat16|Float64):\s*\n\s*(?:error = (?:(?!case |break;).)*?break;|return \w+<[^;]*;)",
-            "", source, flags=re.S,
-        )  # fmt: skip
-    backward = "launch_backward" in source
-    converted = '#include <cuda_runtime.h>\n#line 1 "gated_delta.cu"\n' + rewrite(source)
-    key = digest(converted, mode)
-    folder = os.path.join(BUILD, f"src-{key}")
-    os.makedirs(folder, exist_ok=True)
-    for name, text in (("gated_delta.emu.cpp", converted), ("contract.h", contract)):
-        path = os.path.join(folder, name)
-        if not os.path.exists(path) or read(path) != text:
-            with open(path, "w") as file:
-                file.write(text)
-    headers = [os.path.join(SHIM, "emu.h"), os.path.join(folder, "contract.h")]
-    driver = os.path.join(HERE, "driver.cpp")
-    call = os.path.join(HERE, "backward_call.h")
-    defines = ["-DEMU_BACKWARD"] if backward else []
-    jobs = [
-        compile_object(
-            "kernels",
-            os.path.join(folder, "gated_delta.emu.cpp"),
-            headers[:1],
-            [optimise, *FLAGS[mode], *KERNEL_FLAGS[mode]],
-            quiet,
-        ),
-        compile_object("emu", os.path.join(SHIM, "emu.cpp"), headers[:1], ["-O2", *FLAGS[mode]], quiet),
-        compile_object("driver", driver, [*headers, call], ["-O2", "-I", folder, *defines, *FLAGS[mode]], quiet),
-    ]
+def finish(jobs, mode, quiet=False):
+    """Waits for the compilers and links. The path of the program in a list, or a string of messages."""
     for _, job in jobs:
         if job:
             process, work, out = job
@@ -201,18 +201,82 @@ def build(source, mode, optimise, only_float, quiet=False):
             os.replace(work, out)
     program = os.path.join(BUILD, "test-" + digest(*(out for out, _ in jobs)))
     if not os.path.exists(program):
-        link = [
-            "g++",
-            *[f for f in FLAGS[mode] if f.startswith("-f")],
-            *(out for out, _ in jobs),
-            "-o",
-            program,
-            "-lpthread",
-        ]
+        sanitizers = [f for f in FLAGS[mode] if f.startswith("-f")]
+        link = ["g++", *sanitizers, *(out for out, _ in jobs), "-o", program, "-lpthread"]
         run = subprocess.run(link, capture_output=True, text=True, check=False)
         if run.returncode != 0:
             return run.stdout + run.stderr
     return [program]
+
+
+def source_folder(text, mode):
+    """A folder for the rewritten source and what is derived from it."""
+    os.makedirs(BUILD, exist_ok=True)
+    prune()
+    folder = os.path.join(BUILD, f"src-{digest(text, mode)}")
+    os.makedirs(folder, exist_ok=True)
+    return folder
+
+
+def write(path, text):
+    if not os.path.exists(path) or read(path) != text:
+        with open(path, "w") as file:
+            file.write(text)
+
+
+def build(source, mode, optimise, only_float, arch, quiet=False):
+    """The path of the test program, or a string of compiler messages."""
+    contract = source[: source.index("#include <cuda_bf16.h>")]
+    if only_float:  # quicker to compile: half-precision and double cases of the launchers' switches go
+        source = re.sub(
+            r"case Dtype::k(?:Float16|BFloat16|Float64):\s*\n\s*(?:error = (?:(?!case |break;).)*?break;|return \w+<[^;]*;)",
+            "", source, flags=re.S,
+        )  # fmt: skip
+    backward = "launch_backward" in source
+    converted = '#include <cuda_runtime.h>\n#line 1 "gated_delta.cu"\n' + rewrite(source)
+    folder = source_folder(converted, mode)
+    write(os.path.join(folder, "gated_delta.emu.cpp"), converted)
+    write(os.path.join(folder, "contract.h"), contract)
+    headers = [os.path.join(SHIM, "emu.h"), os.path.join(folder, "contract.h")]
+    driver = os.path.join(HERE, "driver.cpp")
+    call = os.path.join(HERE, "backward_call.h")
+    defines = ["-DEMU_BACKWARD"] if backward else []
+    jobs = [
+        compile_object(
+            "kernels",
+            os.path.join(folder, "gated_delta.emu.cpp"),
+            [*headers[:1], PTX_HOST],
+            [optimise, f"-DEMU_ARCH={arch}", *FLAGS[mode], *KERNEL_FLAGS[mode]],
+            quiet,
+        ),
+        compile_object("emu", os.path.join(SHIM, "emu.cpp"), headers[:1], ["-O2", *FLAGS[mode]], quiet),
+        compile_object("driver", driver, [*headers, call], ["-O2", "-I", folder, *defines, *FLAGS[mode]], quiet),
+    ]
+    return finish(jobs, mode, quiet)
+
+
+PTX_TEST = os.path.join(HERE, "ptx_test.cu")
+
+
+def ptx_test(source):
+    """The test of the PTX functions, with the source's section in the place of its own, which is empty."""
+    test = read(PTX_TEST)
+    begin, end = ptx_section(test)
+    place = ptx_section(source)
+    return test if place is None else test[:begin] + source[place[0] : place[1]] + test[end:]
+
+
+def build_ptx(source, mode, optimise, arch):
+    converted = '#include <cuda_runtime.h>\n#line 1 "ptx_test.cu"\n' + rewrite(ptx_test(source))
+    path = os.path.join(source_folder(converted, mode), "ptx_test.emu.cpp")
+    write(path, converted)
+    header = os.path.join(SHIM, "emu.h")
+    flags = [optimise, f"-DEMU_ARCH={arch}", *FLAGS[mode], *KERNEL_FLAGS[mode]]
+    jobs = [
+        compile_object("kernels", path, [header, PTX_HOST], flags, False),
+        compile_object("emu", os.path.join(SHIM, "emu.cpp"), [header], ["-O2", *FLAGS[mode]], False),
+    ]
+    return finish(jobs, mode)
 
 
 def execute(program, what, args, jobs, mode, quiet=False):
@@ -365,7 +429,7 @@ def mutate(source, options):
             print(f"emu: mutation '{name}': the source has no such text any more", flush=True)
             continue
         start = time.time()
-        built = build(mutant, mode, "-O1", True, quiet=True)
+        built = build(mutant, mode, "-O1", True, options.arch, quiet=True)
         if isinstance(built, str):
             print(f"emu: mutation '{name}': does not compile\n{built[-800:]}")
             failures += 1
@@ -395,7 +459,7 @@ def mutate(source, options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, epilog="Other options go to the test program: see README.md.")
-    parser.add_argument("what", choices=["forward", "backward", "selftest", "mutate", "build", "rewrite"])
+    parser.add_argument("what", choices=["forward", "backward", "selftest", "ptx", "mutate", "build", "rewrite"])
     parser.add_argument("--source", help="a .cu file instead of gated_delta_jit.py --dump")
     parser.add_argument("--script", default=os.path.join(PROJECT, "gated_delta_jit.py"))
     parser.add_argument("--append", action="append", default=[], help="a .cu file to append to the source")
@@ -403,6 +467,8 @@ def main():
     parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
     parser.add_argument("--float", action="store_true", help="compile float32 kernels only (with --dtype float32)")
     parser.add_argument("-O", default="1", help="optimisation of the kernels (default 1)")
+    parser.add_argument("--arch", type=int, default=900, help="__CUDA_ARCH__ (default 900)")
+    parser.add_argument("--print", action="store_true", help="ptx: print the test as a program for nvcc")
     parser.add_argument("--only", help="mutate: those with this text in their name")
     options, options.rest = parser.parse_known_args()
     source = dump(options.source, options.script)
@@ -411,12 +477,18 @@ def main():
     if options.what == "rewrite":
         sys.stdout.write(rewrite(source))
         return 0
+    if options.what == "ptx" and options.print:
+        sys.stdout.write(ptx_test(source))
+        return 0
     if options.what == "mutate":
         return 0 if mutate(source, options) else 1
     good = True
     for mode in options.mode.split(","):
         start = time.time()
-        built = build(source, mode, f"-O{options.O}", options.float)
+        if options.what == "ptx":
+            built = build_ptx(source, mode, f"-O{options.O}", options.arch)
+        else:
+            built = build(source, mode, f"-O{options.O}", options.float, options.arch)
         if isinstance(built, str):
             print(built)
             print(f"emu: {mode} does not compile")
@@ -424,7 +496,8 @@ def main():
         print(f"emu: {mode} built in {time.time() - start:.1f} s: {built[0]}", flush=True)
         if options.what != "build":
             extra = ["--dtype", "float32"] if options.float else []
-            passed, _ = execute(built[0], options.what, [*extra, *options.rest], options.jobs, mode)
+            jobs = 1 if options.what == "ptx" else options.jobs
+            passed, _ = execute(built[0], options.what, [*extra, *options.rest], jobs, mode)
             good = good and passed
     return 0 if good else 1
 

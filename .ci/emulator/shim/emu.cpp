@@ -53,6 +53,7 @@ unsigned char* dynamic_shared_memory = nullptr;
 Order order = kForward;
 uint64_t seed = 1;
 int processors = 132;
+int arch = 900;
 std::vector<std::string> errors;
 Counts counts{};
 std::vector<std::string> launched;
@@ -85,6 +86,7 @@ int warp_now = 0, alive = 0, at_barrier = 0;
 uint64_t launch_number = 0, block_number = 0;
 uint32_t barrier_epoch = 0, warp_epoch[32];
 size_t dynamic_shared_bytes = 0;
+int shared_limit = 0;  // 48 KiB, or all that a block may have if the kernel asked
 alignas(128) unsigned char static_arena[kStaticShared];
 std::map<int, std::pair<size_t, size_t>> static_offsets;
 size_t static_used = 0;
@@ -130,7 +132,9 @@ void note(const std::string& message) {
 
 const char* name_of(Kind kind) {
   static const char* const names[] = {"running", "shfl", "shfl_up", "shfl_down", "shfl_xor", "syncwarp", "ballot",
-                                      "any", "all", "reduce_add", "syncthreads"};
+                                      "any", "all", "reduce_add", "syncthreads", "ldmatrix", "ldmatrix.trans", "stmatrix",
+                                      "stmatrix.trans", "mma m16n8k16 f16", "mma m16n8k8 f16", "mma m16n8k16 bf16",
+                                      "mma m16n8k8 bf16", "mma m16n8k8 tf32"};
   return names[kind];
 }
 
@@ -173,6 +177,9 @@ void schedule(Fiber* from) {
   }
   switch_to(from, next, false);
 }
+
+void forget_copies();
+void play_tensor_core(Kind kind, Fiber* lanes);
 
 inline void block_on(int index) {
   const int warp = index / 32;
@@ -238,6 +245,7 @@ void run_block() {
   memset(static_arena, 0xFF, static_used);
   static_offsets.clear();
   static_used = 0;
+  forget_copies();
   ++block_number;
   ++counts.blocks;
   counts.threads += threads;
@@ -309,8 +317,9 @@ uint64_t collective(Kind kind, uint32_t mask, uint64_t value, int argument, int 
       }
     }
     if (barrier_first) fail("some lanes of a warp wait at __syncthreads, others in a warp collective");
+    if (kind > kBarrier) play_tensor_core(kind, lanes);
     uint64_t whole = 0;
-    if (kind >= kBallot) {
+    if (kind >= kBallot && kind < kBarrier) {
       bool any = false, all = true;
       uint64_t sum = 0, ballot = 0;
       for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
@@ -322,7 +331,7 @@ uint64_t collective(Kind kind, uint32_t mask, uint64_t value, int argument, int 
       }
       whole = kind == kBallot ? ballot : kind == kAny ? any : kind == kAll ? all : sum;
     }
-    for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+    for (uint32_t rest = kind > kBarrier ? 0 : mask; rest != 0; rest &= rest - 1) {
       const int l = __builtin_ctz(rest);
       Fiber& to = lanes[l];
       const int base = l / width * width;
@@ -360,11 +369,17 @@ void* static_shared(int id, size_t bytes) {
   if (added) {
     const size_t offset = (static_used + 127) / 128 * 128;
     if (offset + bytes > kStaticShared) fail("static shared memory beyond 48 KiB");
+    if (offset + bytes + dynamic_shared_bytes > std::max(shared_limit, 48 * 1024))
+      fail("static and dynamic shared memory together beyond the limit");
     place->second.first = offset;
     memset(static_arena + static_used, 0xFF, offset + bytes - static_used);
     static_used = offset + bytes;
   }
   return static_arena + place->second.first;
+}
+
+size_t most_shared_per_processor() {
+  return arch == 750 ? 65536 : arch == 800 || arch == 870 ? 167936 : arch / 10 == 86 || arch / 10 == 89 || arch >= 1200 ? 102400 : 233472;
 }
 
 void begin_race_launch();
@@ -395,6 +410,7 @@ void launch(const Config& config, const char* name, const char* full_name, const
   threads = static_cast<int>(count);
   warps = (threads + 31) / 32;
   dynamic_shared_bytes = config.shared;
+  shared_limit = static_cast<int>(limit == shared_limits.end() ? 48 * 1024 : most_shared_per_block());
   dynamic_shared_memory = static_cast<unsigned char*>(aligned_alloc(1024, (config.shared + 1023) / 1024 * 1024 + 1024));
 #if EMU_ASAN
   __asan_poison_memory_region(dynamic_shared_memory + config.shared, (config.shared + 1023) / 1024 * 1024 + 1024 - config.shared);
@@ -498,17 +514,29 @@ void begin_race_launch() {
   }
 }
 
+// Copies under way to each 16 bytes of shared memory.
+namespace {
+constexpr uint32_t kStaticBase = 1024, kDynamicBase = 65536;  // addresses in shared memory
+uint8_t copies_to[(kDynamicBase + 256 * 1024) / 16];
+int copies_under_way = 0;
+bool whole_warp = false;  // a collective of the tensor cores accesses memory
+
+const void* at_address(uint32_t address) {
+  return address >= kDynamicBase ? dynamic_shared_memory + (address - kDynamicBase) : static_arena + (address - kStaticBase);
+}
+}  // namespace
+
 #ifdef EMU_RACE
 namespace {
 void check(Region& region, uintptr_t at, size_t bytes, bool write, bool shared) {
-  const int16_t warp = self->index / 32, lane = self->index % 32;
+  const int16_t warp = self->index / 32, lane = whole_warp ? -1 : self->index % 32;
   const Access now{launch_number, block_number, barrier_epoch, warp_epoch[warp], warp, lane};
   const auto clash = [&](const Access& before) {
     if (before.launch != now.launch) return false;
     if (before.block != now.block) return !shared;
     if (before.epoch != now.epoch) return false;
     if (before.warp != warp) return true;
-    return before.warp_step == now.warp_step && before.lane != lane;
+    return before.warp_step == now.warp_step && (before.lane != lane || lane < 0);
   };
   for (uintptr_t a = at & ~1ull; a < at + bytes; a += 2) {
     Cell& cell = region.cells[(a - (region.begin & ~1ull)) / 2];
@@ -521,6 +549,9 @@ void check(Region& region, uintptr_t at, size_t bytes, bool write, bool shared) 
     }
     if (what == nullptr && shared && !write && (cell.write.launch != now.launch || cell.write.block != now.block)) {
       what = "read of a word that this block has not written";
+    }
+    if (copies_under_way > 0 && shared && copies_to[(a - region.begin + (&region == &shared_region ? kDynamicBase : kStaticBase)) / 16] > 0) {
+      what = write ? "write where an asynchronous copy is under way" : "read where an asynchronous copy is under way";
     }
     if (what != nullptr && errors.size() < 20) {
       char text[300];
@@ -600,6 +631,230 @@ void* __tsan_memset(void* to, int x, size_t n) { access(to, n, true); return mem
 }
 #endif
 
+// ---- PTX: asynchronous copies, matrices, tensor cores.
+
+namespace {
+
+void touch([[maybe_unused]] const void* data, [[maybe_unused]] size_t bytes, [[maybe_unused]] bool write) {
+#ifdef EMU_RACE
+  access(data, bytes, write);
+#endif
+}
+
+std::string hex(uint64_t x) {
+  char text[40];
+  snprintf(text, sizeof text, "%#llx", static_cast<unsigned long long>(x));
+  return text;
+}
+
+void need(int least, const char* what) {
+  if (arch < least) fail(std::string(what) + " on sm_" + std::to_string(arch / 10));
+}
+
+// 16 bytes of the block's shared memory.
+unsigned char* row_at(uint32_t address, const char* what, int lane) {
+  const auto bad = [&](const char* how) {
+    fail(std::string(what) + ": lane " + std::to_string(lane) + ": address " + hex(address) + how);
+  };
+  if (address % 16 != 0) bad(" in shared memory is not a multiple of 16");
+  const bool is_static = address >= kStaticBase && address + 16ull <= kStaticBase + static_used;
+  const bool is_dynamic = address >= kDynamicBase && address + 16ull <= kDynamicBase + dynamic_shared_bytes;
+  if (!is_static && !is_dynamic) bad(" is outside the block's shared memory");
+  return static_cast<unsigned char*>(const_cast<void*>(at_address(address)));
+}
+
+struct Copy {
+  uint32_t to, group;
+  const void* from;  // null: zeros
+  unsigned char data[16];
+};
+struct Copies {
+  std::vector<Copy> list;
+  uint32_t groups = 0;  // closed ones
+} copies[kMaxThreads];
+
+void forget_copies() {
+  for (int i = 0; i < fibers_made; ++i) {
+    copies[i].list.clear();
+    copies[i].groups = 0;
+  }
+  if (copies_under_way > 0) memset(copies_to, 0, sizeof copies_to);
+  copies_under_way = 0;
+}
+
+struct Matrices {
+  uint32_t address;
+  uint32_t* words;
+  int count;
+};
+
+void move_matrices(Kind kind, Fiber* lanes) {
+  const bool load = kind == kLoadMatrices || kind == kLoadMatricesTransposed;
+  const bool transposed = kind == kLoadMatricesTransposed || kind == kStoreMatricesTransposed;
+  const auto of = [&](int lane) -> const Matrices& { return *static_cast<const Matrices*>(lanes[lane].operands); };
+  whole_warp = true;
+  for (int n = 0; n < of(0).count; ++n) {
+    unsigned char* rows[8];
+    uint16_t matrix[8][8];
+    for (int r = 0; r < 8; ++r) {
+      const uint32_t address = of(8 * n + r).address;
+      rows[r] = row_at(address, name_of(kind), 8 * n + r);
+      if (copies_to[address / 16] > 0)
+        fail(std::string(name_of(kind)) + " where an asynchronous copy is under way, lane " + std::to_string(8 * n + r) + "'s row");
+      touch(rows[r], 16, !load);
+      if (load) memcpy(matrix[r], rows[r], 16);
+    }
+    for (int l = 0; l < 32; ++l) {
+      uint32_t& word = of(l).words[n];
+      const int i = l / 4, j = 2 * (l % 4);
+      uint16_t& low = transposed ? matrix[j][i] : matrix[i][j];
+      uint16_t& high = transposed ? matrix[j + 1][i] : matrix[i][j + 1];
+      if (load) {
+        word = low | static_cast<uint32_t>(high) << 16;
+      } else {
+        low = static_cast<uint16_t>(word);
+        high = static_cast<uint16_t>(word >> 16);
+      }
+    }
+    if (!load)
+      for (int r = 0; r < 8; ++r) memcpy(rows[r], matrix[r], 16);
+  }
+  whole_warp = false;
+}
+
+struct Mma {
+  float* c;
+  const uint32_t* a;
+  uint32_t b[2];
+};
+
+float half_of(uint16_t word) {
+  static const std::vector<float> table = [] {
+    std::vector<float> t(65536);
+    for (int i = 0; i < 65536; ++i) {
+      const uint16_t word = static_cast<uint16_t>(i);
+      __half x;
+      memcpy(static_cast<void*>(&x), &word, 2);
+      t[i] = __half2float(x);
+    }
+    return t;
+  }();
+  return table[word];
+}
+
+// Products are exact, sums those of float64, rounded to float32 once.
+void multiply(Kind kind, Fiber* lanes) {
+  const int depth = kind == kMmaHalf16 || kind == kMmaBFloat16 ? 16 : 8;
+  const auto value = [&](uint32_t word, int half) {
+    const uint32_t bits = half ? word >> 16 : word & 0xFFFF;
+    return kind == kMmaHalf16 || kind == kMmaHalf8 ? half_of(static_cast<uint16_t>(bits)) : unbits<float>(bits << 16);
+  };
+  double a[16][16], b[16][8], c[16][8];
+  for (int l = 0; l < 32; ++l) {
+    const Mma& x = *static_cast<const Mma*>(lanes[l].operands);
+    const int row = l / 4, place = l % 4;
+    for (int n = 0; n < 4; ++n) c[row + n / 2 * 8][2 * place + n % 2] = x.c[n];
+    if (kind == kMmaTf32) {
+      for (int n = 0; n < 4; ++n) a[row + n % 2 * 8][place + n / 2 * 4] = unbits<float>(x.a[n] & ~0x1FFFu);
+      for (int n = 0; n < 2; ++n) b[place + n * 4][row] = unbits<float>(x.b[n] & ~0x1FFFu);
+    } else {
+      for (int n = 0; n < depth / 4; ++n)
+        for (int half = 0; half < 2; ++half) a[row + n % 2 * 8][2 * place + half + n / 2 * 8] = value(x.a[n], half);
+      for (int n = 0; n < depth / 8; ++n)
+        for (int half = 0; half < 2; ++half) b[2 * place + half + n * 8][row] = value(x.b[n], half);
+    }
+  }
+  for (int i = 0; i < 16; ++i)
+    for (int k = 0; k < depth; ++k)
+      for (int j = 0; j < 8; ++j) c[i][j] += a[i][k] * b[k][j];
+  for (int l = 0; l < 32; ++l) {
+    const Mma& x = *static_cast<const Mma*>(lanes[l].operands);
+    for (int n = 0; n < 4; ++n) x.c[n] = static_cast<float>(c[l / 4 + n / 2 * 8][2 * (l % 4) + n % 2]);
+  }
+}
+
+void play_tensor_core(Kind kind, Fiber* lanes) {
+  if (kind >= kMmaHalf16) {
+    multiply(kind, lanes);
+  } else {
+    move_matrices(kind, lanes);
+  }
+}
+
+void meet(Kind kind, int count, const void* operands) {
+  if (self->index / 32 * 32 + 32 > threads) fail(std::string(name_of(kind)) + " in a warp of fewer than 32 lanes");
+  self->operands = operands;
+  collective(kind, ~0u, 0, 0, 32, 4 * count);
+}
+
+}  // namespace
+
+uint32_t shared_address(const void* object) {
+  const uintptr_t at = reinterpret_cast<uintptr_t>(object);
+  const uintptr_t in_static = at - reinterpret_cast<uintptr_t>(static_arena);
+  const uintptr_t in_dynamic = at - reinterpret_cast<uintptr_t>(dynamic_shared_memory);
+  if (in_dynamic <= dynamic_shared_bytes) return kDynamicBase + static_cast<uint32_t>(in_dynamic);
+  if (in_static <= static_used) return kStaticBase + static_cast<uint32_t>(in_static);
+  fail("shared_address of an object outside the block's shared memory");
+}
+
+// The destination is poisoned until the bytes arrive, at the wait.
+void copy_async(uint32_t to, const void* from, bool exists) {
+  need(800, "cp.async");
+  unsigned char* const row = row_at(to, "cp.async", self->index % 32);
+  if (reinterpret_cast<uintptr_t>(from) % 16 != 0) fail("cp.async: the address in global memory is not a multiple of 16");
+  touch(row, 16, true);
+  Copies& mine = copies[self->index];
+  Copy copy{to, mine.groups, exists ? from : nullptr, {}};
+  if (exists) {
+    touch(from, 16, false);
+    memcpy(copy.data, from, 16);
+  }
+  memset(row, 0xFF, 16);
+  mine.list.push_back(copy);
+  ++copies_to[to / 16];
+  ++copies_under_way;
+}
+
+void commit_copies() {
+  need(800, "cp.async");
+  ++copies[self->index].groups;
+}
+
+void wait_for_copies(int pending) {
+  need(800, "cp.async");
+  Copies& mine = copies[self->index];
+  size_t arrived = 0;
+  for (; arrived < mine.list.size(); ++arrived) {
+    const Copy& copy = mine.list[arrived];
+    if (static_cast<int64_t>(copy.group) >= static_cast<int64_t>(mine.groups) - pending) break;
+    --copies_to[copy.to / 16];
+    --copies_under_way;
+    unsigned char* const row = row_at(copy.to, "cp.async", self->index % 32);
+    touch(row, 16, true);
+    if (copy.from != nullptr && memcmp(copy.from, copy.data, 16) != 0) fail("cp.async: the source changed before the copy's wait");
+    memcpy(row, copy.data, 16);
+  }
+  mine.list.erase(mine.list.begin(), mine.list.begin() + arrived);
+}
+
+void load_matrices(uint32_t* to, int count, bool transposed, uint32_t address) {
+  const Matrices matrices{address, to, count};
+  meet(transposed ? kLoadMatricesTransposed : kLoadMatrices, count, &matrices);
+}
+
+void store_matrices(const uint32_t* from, int count, bool transposed, uint32_t address) {
+  need(900, "stmatrix");
+  const Matrices matrices{address, const_cast<uint32_t*>(from), count};
+  meet(transposed ? kStoreMatricesTransposed : kStoreMatrices, count, &matrices);
+}
+
+void mma(Kind kind, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  need(kind == kMmaHalf8 ? 750 : 800, name_of(kind));
+  const Mma operands{c, a, {b0, b1}};
+  meet(kind, 4, &operands);
+}
+
 }  // namespace emu
 
 cudaError_t cudaPeekAtLastError() { return emu::last_error; }
@@ -620,19 +875,36 @@ cudaError_t cudaGetDevice(int* device) {
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   switch (attribute) {
     case cudaDevAttrMultiProcessorCount: *value = emu::processors; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = 232448; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = static_cast<int>(emu::most_shared_per_block()); break;
     case cudaDevAttrMaxSharedMemoryPerBlock: *value = 49152; break;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = 233472; break;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = static_cast<int>(emu::most_shared_per_processor()); break;
     case cudaDevAttrMaxThreadsPerBlock: *value = 1024; break;
     case cudaDevAttrMaxThreadsPerMultiProcessor: *value = 2048; break;
     case cudaDevAttrMaxRegistersPerMultiprocessor: case cudaDevAttrMaxRegistersPerBlock: *value = 65536; break;
     case cudaDevAttrWarpSize: *value = 32; break;
-    case cudaDevAttrComputeCapabilityMajor: *value = 9; break;
-    case cudaDevAttrComputeCapabilityMinor: *value = 0; break;
+    case cudaDevAttrComputeCapabilityMajor: *value = emu::arch / 100; break;
+    case cudaDevAttrComputeCapabilityMinor: *value = emu::arch / 10 % 10; break;
     default:
       fprintf(stderr, "emu: device attribute %d is not emulated\n", static_cast<int>(attribute));
       return cudaErrorInvalidValue;
   }
+  return cudaSuccess;
+}
+cudaError_t cudaMalloc(void** data, size_t bytes) {
+  *data = aligned_alloc(256, std::max<size_t>((bytes + 255) / 256 * 256, 256));
+#if EMU_ASAN
+  __asan_poison_memory_region(static_cast<char*>(*data) + bytes, (bytes + 255) / 256 * 256 - bytes);
+#endif
+  emu::track(*data, bytes, "an allocation");
+  return cudaSuccess;
+}
+cudaError_t cudaFree(void* data) {
+  emu::untrack(data);
+  free(data);
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  memcpy(to, from, bytes);
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {
@@ -643,7 +915,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 cudaError_t emu_set_attribute(const void* function, cudaFuncAttribute attribute, int value) {
   if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize) {
-    if (value > 232448) return cudaErrorInvalidValue;
+    if (value > static_cast<int>(emu::most_shared_per_block())) return cudaErrorInvalidValue;
     emu::shared_limits[function] = std::max(value, 48 * 1024);
   }
   return cudaSuccess;

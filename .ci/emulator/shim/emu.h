@@ -47,7 +47,10 @@
 namespace emu {
 
 enum Kind : uint32_t {
-  kNone, kShfl, kShflUp, kShflDown, kShflXor, kSyncwarp, kBallot, kAny, kAll, kReduceAdd, kBarrier
+  kNone, kShfl, kShflUp, kShflDown, kShflXor, kSyncwarp, kBallot, kAny, kAll, kReduceAdd, kBarrier,
+  // Tensor cores: all lanes of a warp.
+  kLoadMatrices, kLoadMatricesTransposed, kStoreMatrices, kStoreMatricesTransposed,
+  kMmaHalf16, kMmaHalf8, kMmaBFloat16, kMmaBFloat8, kMmaTf32
 };
 enum Order : int { kForward, kReverse, kRandom };
 
@@ -59,6 +62,7 @@ struct Fiber {
   uint32_t mask = 0;
   int argument = 0, width = 0, bytes = 0;
   uint64_t value = 0, result = 0;
+  const void* operands = nullptr;  // of a kind of the tensor cores
   // Its stack.
   void* sp = nullptr;
   char* stack = nullptr;
@@ -72,12 +76,34 @@ extern unsigned char* dynamic_shared_memory;
 
 uint64_t collective(Kind kind, uint32_t mask, uint64_t value, int argument, int width, int bytes);
 void barrier();
+
+// PTX. Addresses in shared memory are 32-bit numbers that only these functions understand.
+uint32_t shared_address(const void* object);
+void copy_async(uint32_t to, const void* from, bool exists);  // 16 bytes
+void commit_copies();
+void wait_for_copies(int pending);
+void load_matrices(uint32_t* to, int matrices, bool transposed, uint32_t address);
+void store_matrices(const uint32_t* from, int matrices, bool transposed, uint32_t address);
+void mma(Kind kind, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+template <class Element>
+constexpr Kind mma_kind(int depth) {
+  static_assert(std::is_same<Element, __half>::value || std::is_same<Element, __nv_bfloat16>::value, "a 16-bit float");
+  return std::is_same<Element, __half>::value ? (depth == 16 ? kMmaHalf16 : kMmaHalf8)
+                                              : (depth == 16 ? kMmaBFloat16 : kMmaBFloat8);
+}
+
 [[noreturn]] void fail(const std::string& message);  // ends the launch
 
 // Settings, and what the driver reads.
 extern Order order;
 extern uint64_t seed;
 extern int processors;
+extern int arch;  // the chip: 900 for sm_90
+#ifdef EMU_ARCH
+static const int set_arch [[maybe_unused]] = arch = EMU_ARCH;
+#endif
+size_t most_shared_per_processor();
+inline size_t most_shared_per_block() { return most_shared_per_processor() - 1024; }
 extern std::vector<std::string> errors;  // of the emulator: deadlocks, races, strays
 struct Counts { uint64_t launches, blocks, threads, switches, collectives, barriers, accesses; };
 extern Counts counts;
@@ -193,7 +219,7 @@ template <class F> cudaError_t cudaFuncSetAttribute(F* function, cudaFuncAttribu
 // Enough for a launcher that asks how many blocks fit.
 template <class F>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, F*, int threads, size_t shared) {
-  const size_t by_threads = 2048 / std::max(threads, 1), by_shared = 233472 / (shared + 1024);
+  const size_t by_threads = 2048 / std::max(threads, 1), by_shared = emu::most_shared_per_processor() / (shared + 1024);
   *blocks = static_cast<int>(std::min<size_t>(std::min<size_t>(by_threads, by_shared), 32));
   return cudaSuccess;
 }
