@@ -379,7 +379,9 @@ void* static_shared(int id, size_t bytes) {
 }
 
 size_t most_shared_per_processor() {
-  return arch == 750 ? 65536 : arch == 800 || arch == 870 ? 167936 : arch / 10 == 86 || arch / 10 == 89 || arch >= 1200 ? 102400 : 233472;
+  if (arch < 800) return 65536;
+  if (arch == 800 || arch == 870) return 167936;
+  return arch < 900 || arch >= 1200 ? 102400 : 233472;
 }
 
 void begin_race_launch();
@@ -550,7 +552,8 @@ void check(Region& region, uintptr_t at, size_t bytes, bool write, bool shared) 
     if (what == nullptr && shared && !write && (cell.write.launch != now.launch || cell.write.block != now.block)) {
       what = "read of a word that this block has not written";
     }
-    if (copies_under_way > 0 && shared && copies_to[(a - region.begin + (&region == &shared_region ? kDynamicBase : kStaticBase)) / 16] > 0) {
+    const uint32_t base = &region == &shared_region ? kDynamicBase : kStaticBase;
+    if (copies_under_way > 0 && shared && copies_to[(base + (a - region.begin)) / 16] > 0) {
       what = write ? "write where an asynchronous copy is under way" : "read where an asynchronous copy is under way";
     }
     if (what != nullptr && errors.size() < 20) {
