@@ -153,7 +153,7 @@ __global__ void misuse(int what, const unsigned char* in, float* out) {
 // The last word of much dynamic shared memory.
 __global__ void much(int bytes, uint32_t* out) {
   extern __shared__ __align__(16) unsigned char memory[];
-  uint32_t* const last = reinterpret_cast<uint32_t*>(memory + bytes - 4);
+  uint32_t* const last = static_cast<uint32_t*>(shared_pointer(shared_address(memory) + bytes - 4));
   *last = 7;
   out[0] = *last;
 }

@@ -801,6 +801,13 @@ uint32_t shared_address(const void* object) {
   fail("shared_address of an object outside the block's shared memory");
 }
 
+void* shared_pointer(uint32_t address) {
+  const bool is_static = address >= kStaticBase && address <= kStaticBase + static_used;
+  const bool is_dynamic = address >= kDynamicBase && address <= kDynamicBase + dynamic_shared_bytes;
+  if (!is_static && !is_dynamic) fail("shared_pointer: address " + hex(address) + " is outside the block's shared memory");
+  return const_cast<void*>(at_address(address));
+}
+
 // The destination is poisoned until the bytes arrive, at the wait.
 void copy_async(uint32_t to, const void* from, bool exists) {
   need(800, "cp.async");
@@ -836,7 +843,7 @@ void wait_for_copies(int pending) {
     unsigned char* const row = row_at(copy.to, "cp.async", self->index % 32);
     touch(row, 16, true);
     if (copy.from != nullptr && memcmp(copy.from, copy.data, 16) != 0) fail("cp.async: the source changed before the copy's wait");
-    memcpy(row, copy.data, 16);
+    if (copies_to[copy.to / 16] == 0) memcpy(row, copy.data, 16);  // else another copy's poison stays
   }
   mine.list.erase(mine.list.begin(), mine.list.begin() + arrived);
 }

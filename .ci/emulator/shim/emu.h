@@ -79,6 +79,7 @@ void barrier();
 
 // PTX. Addresses in shared memory are 32-bit numbers that only these functions understand.
 uint32_t shared_address(const void* object);
+void* shared_pointer(uint32_t address);
 void copy_async(uint32_t to, const void* from, bool exists);  // 16 bytes
 void commit_copies();
 void wait_for_copies(int pending);

@@ -2,6 +2,7 @@
 // the section's place, inside the source's namespaces. A function added there needs a definition here.
 
 __device__ __forceinline__ uint32_t shared_address(const void* object) { return ::emu::shared_address(object); }
+__device__ __forceinline__ void* shared_pointer(uint32_t address) { return ::emu::shared_pointer(address); }
 
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool exists) {
   ::emu::copy_async(to, from, exists);
