@@ -15,6 +15,9 @@
 
 namespace gated_delta {
 cudaError_t launch_forward(const Params& p, cudaStream_t stream);
+#ifdef EMU_FORWARD_SCRATCH
+int64_t forward_scratch_bytes(const Params& p);
+#endif
 }  // namespace gated_delta
 
 using gated_delta::Dtype;
@@ -452,6 +455,10 @@ cudaError_t call_forward(Problem& p) {
   a.final_state = p.final.view();
   if (p.s.K > gated_delta::max_rows(p.s.dtype))
     a.partial = p.workspace("partial", accum_of(p.s.dtype), {p.s.B, p.s.T, p.s.H, p.s.V}).view();
+#ifdef EMU_FORWARD_SCRATCH
+  const int64_t bytes = gated_delta::forward_scratch_bytes(a);
+  if (bytes > 0) a.scratch = p.workspace("scratch", Dtype::kFloat32, {1, 1, 1, bytes / 4}).base;
+#endif
   return gated_delta::launch_forward(a, nullptr);
 }
 
@@ -466,9 +473,12 @@ cudaError_t call_backward(Problem&) { return cudaErrorNotSupported; }
 double bar_factor = 1;
 std::map<std::string, double> worst;  // of error / bound, and norms
 
+// Rounding of what tensor cores multiply: float32 in three products of TF32 parts.
+double tensor_unit(Dtype d) { return d == Dtype::kFloat32 ? 0x1p-21 : unit(d); }
+
 // Every element within its bound, every element written, the norm of the error under the dtype's bar.
 std::string compare(const Operand& got, const std::vector<double>& want, const std::vector<double>& size, double steps,
-                    Dtype accum, double slack) {
+                    Dtype accum, double slack, double product_unit) {
   if (!got.used()) return "";
   const double u_out = unit(got.dtype), u = unit(accum);
   double error2 = 0, norm2 = 0, abs2 = 0;
@@ -476,7 +486,7 @@ std::string compare(const Operand& got, const std::vector<double>& want, const s
   char text[400] = "";
   got.each([&](i64 a, i64 b, i64 c, i64 e) {
     const double x = got.get(a, b, c, e), ref = want[n], scale = size[n];
-    const double bound = 1.01 * u_out * std::fabs(ref) + bar_factor * (32 + steps) * u * scale + tiny(got.dtype) + tiny(accum);
+    const double bound = 1.01 * u_out * std::fabs(ref) + bar_factor * ((32 + steps) * u + 4 * product_unit) * scale + tiny(got.dtype) + tiny(accum);
     const double error = std::fabs(x - ref);
     uint64_t ones = ~0ull;
     if (memcmp(got.at(a, b, c, e), &ones, size_of(got.dtype)) == 0) ++unwritten;
@@ -501,7 +511,8 @@ std::string compare(const Operand& got, const std::vector<double>& want, const s
   }
   if (n >= 256 && norm2 > 1e-60) {
     const double norm = std::sqrt(error2 / norm2);
-    const double bar = slack * bar_factor *
+    const double more = 2 * product_unit * std::sqrt(abs2 / norm2);
+    const double bar = more + slack * bar_factor *
         (got.dtype == Dtype::kFloat64 ? 1e-14 : got.dtype == Dtype::kFloat32 ? 3e-7 : got.dtype == Dtype::kFloat16 ? 1e-3 : 2.5e-3);
     double& w = worst[std::string("norm error ") + got.name + " " + name_of(got.dtype)];
     w = std::max(w, norm);
@@ -538,6 +549,7 @@ std::string run_case(const Spec& spec, bool backward, const std::vector<int>& sc
     p.drop_workspaces();
     emu::errors.clear();
     const std::string label = std::string("[order ") + kSchedules[which].name + "] ";
+    const uint64_t products = emu::counts.products;
     const cudaError_t error = backward ? call_backward(p) : call_forward(p);
     if (!emu::errors.empty()) return label + "ERROR: " + emu::errors[0] + " (" + std::to_string(emu::errors.size()) + " such messages)";
     if (error != cudaSuccess) return label + "the launch returned CUDA error " + std::to_string(error);
@@ -569,9 +581,10 @@ std::string run_case(const Spec& spec, bool backward, const std::vector<int>& sc
     // The rounding of an exponential repeats at every step where a log gate is the same for all; a gradient that
     // only decays (no dy), or a state's, has had T roundings. Neither is an error of the kernels.
     const double slack = (spec.log_gate ? 1 + spec.T / 16.0 : 1) * (spec.has_dy ? 1 : 2);
+    const double product_unit = emu::counts.products > products ? tensor_unit(spec.dtype) : 0;
     std::string text;
     const auto both = [&](const Operand& x, const std::vector<double>& w, const std::vector<double>& z) {
-      if (text.empty()) text = compare(x, w, z, steps, accum, slack);
+      if (text.empty()) text = compare(x, w, z, steps, accum, slack, product_unit);
     };
     both(p.y, want.y, size.y);
     both(p.final, want.final, size.final);
@@ -794,6 +807,7 @@ int main(int argc, char** argv) {
   const double took = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   for (const auto& [name, n] : kernels) printf("  %5d launches of %s\n", n, name.c_str());
   if (verbose) for (const auto& [name, w] : worst) printf("  largest %s: %.3g\n", name.c_str(), w);
+  if (emu::counts.products > 0) printf("  %" PRIu64 " products of tensor cores\n", emu::counts.products);
   printf("%s: %d of %d cases failed (shard %d/%d, %.1f s; %" PRIu64 " launches, %" PRIu64 " blocks, %" PRIu64 " threads, %" PRIu64
          " switches, %" PRIu64 " collectives, %" PRIu64 " barriers)\n",
          what.c_str(), failed, ran, shard, shards, took, emu::counts.launches, emu::counts.blocks, emu::counts.threads,

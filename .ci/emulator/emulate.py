@@ -241,6 +241,7 @@ def build(source, mode, optimise, only_float, arch, quiet=False):
     driver = os.path.join(HERE, "driver.cpp")
     call = os.path.join(HERE, "backward_call.h")
     defines = ["-DEMU_BACKWARD"] if backward else []
+    defines += ["-DEMU_FORWARD_SCRATCH"] if "forward_scratch_bytes" in contract else []
     jobs = [
         compile_object(
             "kernels",

@@ -778,6 +778,7 @@ void multiply(Kind kind, Fiber* lanes) {
 
 void play_tensor_core(Kind kind, Fiber* lanes) {
   if (kind >= kMmaHalf16) {
+    ++counts.products;
     multiply(kind, lanes);
   } else {
     move_matrices(kind, lanes);

@@ -106,7 +106,7 @@ static const int set_arch [[maybe_unused]] = arch = EMU_ARCH;
 size_t most_shared_per_processor();
 inline size_t most_shared_per_block() { return most_shared_per_processor() - 1024; }
 extern std::vector<std::string> errors;  // of the emulator: deadlocks, races, strays
-struct Counts { uint64_t launches, blocks, threads, switches, collectives, barriers, accesses; };
+struct Counts { uint64_t launches, blocks, threads, switches, collectives, barriers, accesses, products; };
 extern Counts counts;
 extern std::vector<std::string> launched;  // one line per launch when `trace` is set
 extern bool trace;
