@@ -643,7 +643,9 @@ std::vector<Spec> all_cases(bool backward, uint64_t seed, int rounds) {
         }
   // A few beyond the grid: K of 0 (forward), K of three slices, long T, many heads.
   const i64 extra[][5] = {{1, 9, 2, 0, 20}, {1, 40, 1, 300, 12}, {1, 700, 1, 24, 24}, {3, 5, 40, 24, 8}, {2, 33, 3, 24, 24},
-                          {1, 257, 2, 64, 64}, {1, 33, 1, 257, 36}, {5, 1, 1, 1, 1}, {1, 1500, 1, 8, 4}};
+                          {1, 257, 2, 64, 64}, {1, 33, 1, 257, 36}, {5, 1, 1, 1, 1}, {1, 1500, 1, 8, 4},
+                          // Forward only: all sizes of the tensor-core kernel, long enough for several segments.
+                          {1, 600, 1, 32, 32}, {1, 600, 1, 64, 40}, {1, 400, 1, 128, 136}, {1, 300, 1, 160, 24}, {1, 270, 1, 256, 72}};
   for (const auto& e : extra)
     for (Dtype dtype : {Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat64})
       for (int processors : {132, 1}) {
@@ -653,7 +655,7 @@ std::vector<Spec> all_cases(bool backward, uint64_t seed, int rounds) {
         s.H = e[2];
         s.K = e[3];
         s.V = e[4];
-        if (backward && s.K == 0) continue;
+        if (backward && (s.K == 0 || &e >= &extra[9])) continue;
         s.dtype = s.gate_dtype = dtype;
         s.has_initial = s.wants_final = s.has_dfinal = s.wants_dinitial = true;
         s.gates = e[1] > 500 ? 1 : 0;
