@@ -1614,7 +1614,7 @@ def measure_cpu(report: Report, library: ModuleType, problems: Sequence[Problem]
     model = library.ModelNew()
     what = ", forward plus backward" if backward else ""
     report.say(f"CPU{what}, {torch.get_num_threads()} threads, us per call (wall)")
-    report.say(f"{'(B, T, H, D)':30}{'loop':>12}{'+-':>7}{'ours':>12}{'+-':>7}{'speed-up':>10}{'error':>10}")
+    report.say(f"{'(B, T, H, D)':40}{'loop':>12}{'+-':>7}{'ours':>12}{'+-':>7}{'speed-up':>10}{'error':>10}")
     for problem in problems:
         if backward and quick and problem == CPU_PROBLEMS[1]:
             # Backward through the loop is quadratic in T: most of a minute here.
@@ -1637,7 +1637,7 @@ def measure_cpu(report: Report, library: ModuleType, problems: Sequence[Problem]
         if not right:
             note = f"WRONG, {tolerance:.1e} is allowed; not timed"
             report.add(Row(section, "gated_delta_jit", "eager", str(problem), error=error, errors=errors, note=note))
-            report.say(f"{shape:30}{'-':>12}{'-':>7}{'-':>12}{'-':>7}{'-':>10}{error:>10.1e}  {note}")
+            report.say(f"{shape:40}{'-':>12}{'-':>7}{'-':>12}{'-':>7}{'-':>10}{error:>10.1e}  {note}")
             continue
         timings = time_eager(calls, rounds=3 if quick else 9, round_seconds=0.05)
         rows = {}
@@ -1648,7 +1648,7 @@ def measure_cpu(report: Report, library: ModuleType, problems: Sequence[Problem]
         rows["ours"].error = error
         rows["ours"].errors = errors
         report.say(
-            f"{shape:30}{timings['loop'].us:>12.1f}{100 * timings['loop'].spread:>6.1f}%"
+            f"{shape:40}{timings['loop'].us:>12.1f}{100 * timings['loop'].spread:>6.1f}%"
             f"{timings['ours'].us:>12.1f}{100 * timings['ours'].spread:>6.1f}%"
             f"{rows['ours'].speed_up:>9.1f}x{error:>10.1e}"
         )
