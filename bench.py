@@ -6,15 +6,24 @@
     python bench.py --no-fla          without flash-linear-attention
     python bench.py --torch-compile   adds the reference loop under torch.compile, which compiles for minutes
     python bench.py --json FILE       writes everything that was measured to FILE
+    python bench.py --only SECTION    one of seed, short, throughput and grid, alone
+    python bench.py --grid            adds 300 sizes from one head and one step to a thousand heads of 8192 steps
+    python bench.py --shapes B,T,H,D[:DTYPE[:GATE DTYPE]] ...
+                                      these in place of the training shapes of throughput and --backward
+    python bench.py --dtype DTYPE     this type for all of them but "seed", and for --shapes that name none
+
+Sections: "seed" is the shape of the original loop, beside the loop itself, torch.add and the limits of the machine;
+"short" many small shapes; "throughput" shapes of real training runs, where memory traffic should count and nothing
+else; "grid" one line for each size, measured for some 30 ms each.
 
 Method: the result is compared with a float64 oracle before anything is timed; the exit status is 1 when it is wrong.
 "graph" is the time per call inside a replayed CUDA graph (GPU time, no launch cost from Python), "eager" the wall time
 per call as a program sees it. All figures are medians, +- is half the distance between the quartiles. Inputs that fit
 well into L2 stay there; larger ones rotate through enough buffer sets to exceed it. The floor is a kernel that touches
-every input and output byte once or, for rotated buffers, the bytes over the copy rate; both are measured in the same
-run. With --backward every gradient is judged alone and for each kind of gate, and the floor is always the bytes over
-the copy rate: forward 4 arrays in and 1 out, backward 5 in and 4 out. Tables go to stdout, progress to stderr. Ctrl-C
-keeps what was measured.
+every input and output byte once or, for buffers that exceed L2, the bytes over the copy rate; both are measured in the
+same run. At large shapes the oracle takes some of the heads, and all others must be finite. With --backward every
+gradient is judged alone and for each kind of gate, and the floor is always the bytes over the copy rate: forward 4
+arrays in and 1 out, backward 5 in and 4 out. Tables go to stdout, progress to stderr. Ctrl-C keeps what was measured.
 """
 
 import argparse
@@ -32,7 +41,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -49,11 +58,15 @@ except ImportError:
 
 # Norm of the error over norm of the float64 result, on the same rounded inputs.
 TOLERANCE = {torch.float32: 3e-7, torch.float64: 1e-14, torch.float16: 1e-3, torch.bfloat16: 2.5e-3}
+# The same where tensor cores compute: half-precision operands are rounded on the way, float32 ones are split in parts.
+TENSOR_CORE_TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 # The same of each gradient alone.
 GRADIENT_TOLERANCE = {torch.float32: 3e-6, torch.float64: 1e-13, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 GRADIENTS = ("dq", "dk", "dv", "dgate", "dstate")  # dstate: of the initial state
 # A peer further off than this is shown as wrong and not timed. TF32 and bf16 states stay well below.
 PEER_LIMIT = 3e-2
+# A peer that takes longer than this for one call is not timed, in seconds.
+PEER_SECONDS = 0.05
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Call = Callable[[], object]
@@ -68,41 +81,64 @@ Errors = dict[str, dict[str, float]]  # by kind of gate, then by gradient
 
 @dataclass(frozen=True)
 class Problem:
-    """One size: q, k, v, gate and y all have shape (B, T, H, D)."""
+    """One size: q, k, v, gate and y all have shape (B, T, H, D). The gate has its own type where one is given."""
 
     B: int
     T: int
     H: int
     D: int
     dtype: torch.dtype = torch.float32
+    own_gate_dtype: torch.dtype | None = None
+
+    @property
+    def gate_dtype(self) -> torch.dtype:
+        return self.own_gate_dtype or self.dtype
+
+    @property
+    def elements(self) -> int:
+        """Of each array."""
+        return self.B * self.T * self.H * self.D
 
     @property
     def bytes(self) -> int:
         """Every input byte once and every output byte once."""
-        return 5 * self.B * self.T * self.H * self.D * self.dtype.itemsize
+        return (4 * self.dtype.itemsize + self.gate_dtype.itemsize) * self.elements
 
     @property
     def training_bytes(self) -> int:
         """The forward's bytes, then q, k, v, gate and dy once and their four gradients once."""
-        return 14 * self.bytes // 5
+        return (11 * self.dtype.itemsize + 3 * self.gate_dtype.itemsize) * self.elements
 
     @property
     def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+        return name_of(self.dtype)
+
+    @property
+    def types(self) -> str:
+        """Short, for tables: "bf16", or "bf16+f32" with another type of gate."""
+        own = self.gate_dtype != self.dtype
+        return SHORT_NAMES[self.dtype] + (f"+{SHORT_NAMES[self.gate_dtype]}" if own else "")
 
     def __str__(self) -> str:
-        return f"({self.B}, {self.T}, {self.H}, {self.D}) {self.dtype_name}"
+        gate = f", gate {name_of(self.gate_dtype)}" if self.gate_dtype != self.dtype else ""
+        return f"({self.B}, {self.T}, {self.H}, {self.D}) {self.dtype_name}{gate}"
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+SHORT_NAMES = {torch.float32: "f32", torch.float64: "f64", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 SEED = Problem(B=2, T=128, H=4, D=24)
 CPU_PROBLEMS = [SEED, Problem(B=1, T=1024, H=8, D=64), Problem(B=4, T=256, H=8, D=64)]
 
 
-def short_problems(quick: bool) -> list[Problem]:
+def short_problems(quick: bool, dtypes: Sequence[torch.dtype]) -> list[Problem]:
     """K = V from 16 to 64, T from 64 to 512, 8 and 64 pairs (b, h): where launch and latency count as much as bytes."""
     sizes = [16, 64] if quick else [16, 32, 64]
     lengths = [128] if quick else [64, 128, 256, 512]
-    dtypes = [torch.float32, torch.bfloat16]
     return [Problem(B, T, 8, D, dtype) for dtype in dtypes for D in sizes for T in lengths for B in (1, 8)]
 
 
@@ -110,12 +146,58 @@ MEMORY_PROBLEM = Problem(B=8, T=2048, H=16, D=64, dtype=torch.bfloat16)
 
 
 def training_problems(quick: bool) -> list[Problem]:
-    """Sizes of real training runs."""
+    """Sizes of real training runs, forward plus backward."""
     problems = [MEMORY_PROBLEM, Problem(B=8, T=2048, H=16, D=64)]
     if not quick:
         problems.append(Problem(B=8, T=2048, H=16, D=128, dtype=torch.bfloat16))
         problems.append(Problem(B=1, T=32768, H=16, D=128, dtype=torch.bfloat16))
     return problems
+
+
+def throughput_problems(quick: bool) -> list[Problem]:
+    """Sizes of real training runs, forward alone."""
+    bf16 = torch.bfloat16
+    problems = [
+        Problem(8, 2048, 16, 64, bf16),
+        Problem(16, 2048, 16, 64, bf16),
+        Problem(8, 2048, 16, 128, bf16),
+        Problem(16, 2048, 32, 128, bf16),
+        Problem(8, 2048, 16, 64),
+        Problem(8, 2048, 16, 128),
+        Problem(1, 32768, 16, 128, bf16),
+        Problem(1, 8192, 8, 64, bf16),
+        Problem(4, 4096, 16, 256, bf16),
+        Problem(8, 2047, 16, 64, bf16),
+        Problem(8, 2048, 16, 64, torch.float16),
+        Problem(8, 2048, 16, 64, bf16, torch.float32),
+    ]
+    return problems[:8:2] if quick else problems
+
+
+def grid_problems(quick: bool, dtypes: Sequence[torch.dtype]) -> list[Problem]:
+    """From one pair (b, h) and one step to 1024 pairs of 8192 steps; at most 16 heads a batch."""
+    pairs = [1, 16, 256] if quick else [1, 4, 16, 64, 256, 1024]
+    lengths = [1, 128, 8192] if quick else [1, 16, 128, 1024, 8192]
+    sizes = [16, 64, 128] if quick else [16, 32, 64, 128, 256]
+    points = itertools.product(dtypes, sizes, lengths, pairs)
+    return [Problem(max(1, n // 16), T, min(n, 16), D, dtype) for dtype, D, T, n in points]
+
+
+def in_dtype(problems: Sequence[Problem], dtype: torch.dtype | None) -> list[Problem]:
+    """The same sizes in one type, each once; a float32 gate stays beside half precision. None: as they are."""
+    if dtype is None:
+        return list(problems)
+    changed = [replace(problem, dtype=dtype, own_gate_dtype=gate_beside(dtype, problem)) for problem in problems]
+    return list(dict.fromkeys(changed))
+
+
+def gate_beside(dtype: torch.dtype, problem: Problem) -> torch.dtype | None:
+    return problem.own_gate_dtype if dtype.itemsize == 2 else None
+
+
+def on_tensor_cores(problem: Problem) -> bool:
+    """Whether the tensor-core kernel may serve this problem on a GPU; the rule of test_gated_delta.py."""
+    return problem.dtype in TENSOR_CORE_TOLERANCE and problem.D % 8 == 0 and problem.D <= 256 and problem.T >= 64
 
 
 GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -141,14 +223,14 @@ def mixed_gates(x: torch.Tensor) -> torch.Tensor:
 def make_inputs(problem: Problem, device: str, seed: int = 0, gates: str = "sigmoid") -> Inputs:
     generator = torch.Generator(device).manual_seed(seed)
     shape = (problem.B, problem.T, problem.H, problem.D)
-    q, k, v, x = (torch.randn(shape, generator=generator, device=device) for _ in range(4))
+
+    def normal() -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    q, k, v = (normal().to(problem.dtype) for _ in range(3))
+    x = normal()
     gate = mixed_gates(x) if gates == "mixed" else GATES[gates](x)
-    return (
-        q.to(problem.dtype),
-        k.to(problem.dtype),
-        v.to(problem.dtype),
-        gate.to(problem.dtype),
-    )
+    return q, k, v, gate.to(problem.gate_dtype)
 
 
 def make_dy(problem: Problem, device: str, seed: int = 0) -> torch.Tensor:
@@ -158,9 +240,57 @@ def make_dy(problem: Problem, device: str, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=generator, device=device).to(problem.dtype)
 
 
-def oracle_of(inputs: Inputs) -> torch.Tensor:
-    q, k, v, gate = (x.double() for x in inputs)
-    return gated_delta_reference(q, k, v, gate)[0]
+def oracle_of(inputs: Inputs, stretch: int = 256, lead: int = 128) -> torch.Tensor:
+    """y in float64, by the reference loop.
+
+    Long sequences whose gates forget are cut in stretches that the loop takes side by side, each with `lead` steps in
+    front and a state of zeros before them: over those steps every product of gates must be below 1e-20, far less than
+    float64 resolves. Else the loop takes all of time in one go.
+    """
+    sequences = [x.double() for x in inputs]
+    B, T = inputs[0].shape[:2]
+    if T <= 2 * stretch:
+        return gated_delta_reference(*sequences)[0]
+    count = math.ceil(T / stretch)
+    # In front of the first stretch lie zeros.
+    padded = [torch.nn.functional.pad(x, (0, 0, 0, 0, lead, count * stretch - T)) for x in sequences]
+    parts = [x.unfold(1, lead + stretch, stretch).movedim(-1, 2).flatten(0, 1) for x in padded]
+    kept = parts[3].unflatten(0, (B, count))[:, 1:, :lead].prod(dim=2).abs().max().item()
+    if not kept < 1e-20:
+        return gated_delta_reference(*sequences)[0]
+    y = gated_delta_reference(*parts)[0][:, lead:]
+    return y.unflatten(0, (B, count)).flatten(1, 2)[:, :T]
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The oracle of some of the batches and heads of a problem, the last ones included."""
+
+    oracle: torch.Tensor
+    shape: torch.Size
+    chosen: tuple[slice, slice, slice]
+
+    @staticmethod
+    def of(inputs: Inputs, limit: float = 1e10) -> "Judge":
+        """`limit`: of state elements times steps that the oracle's loop may walk through."""
+        B, T, H, K = inputs[0].shape
+        shape = inputs[2].shape
+        pairs = max(1, int(limit / (T * K * shape[-1])))
+        # Heads are thinned out first, then batches.
+        head_stride = min(H, math.ceil(B * H / pairs))
+        batch_stride = min(B, math.ceil(B * math.ceil(H / head_stride) / pairs))
+        batches = slice((B - 1) % batch_stride, None, batch_stride)
+        heads = slice((H - 1) % head_stride, None, head_stride)
+        chosen = (batches, slice(None), heads)
+        return Judge(oracle_of(tuple(x[chosen] for x in inputs)), shape, chosen)
+
+    def error(self, y: torch.Tensor) -> float:
+        """Relative error of what was chosen; NaN when anything at all is not finite."""
+        if y.shape != self.shape:
+            return math.inf
+        if not torch.isfinite(y).all():
+            return math.nan
+        return relative_error(y[self.chosen], self.oracle)
 
 
 def oracle_gradients(
@@ -279,6 +409,7 @@ class Report:
     """Everything measured so far. Rows are printed as they come, so that an interrupted run has shown them already."""
 
     environment: dict[str, str]
+    on_gpu: bool = False
     checks: list[dict[str, object]] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     summary: list[str] = field(default_factory=list)
@@ -291,9 +422,14 @@ class Report:
         self.summary.append(text)
         self.say(text)
 
+    def tolerance(self, problem: Problem) -> float:
+        """Of y, by the kernel that may serve the problem."""
+        looser = self.on_gpu and on_tensor_cores(problem)
+        return (TENSOR_CORE_TOLERANCE if looser else TOLERANCE)[problem.dtype]
+
     def check(self, problem: Problem, gates: str, error: float, of: str = "y") -> bool:
         """Record ours against the oracle; False when it is out of tolerance (NaN is). `of`: y or a gradient."""
-        tolerance = (TOLERANCE if of == "y" else GRADIENT_TOLERANCE)[problem.dtype]
+        tolerance = self.tolerance(problem) if of == "y" else GRADIENT_TOLERANCE[problem.dtype]
         right = error <= tolerance
         self.wrong = self.wrong or not right
         self.checks.append(
@@ -467,11 +603,15 @@ class CallGraph:
         return [1e-3 * x / self.count for x in milliseconds]
 
 
-def time_graph(calls: Sequence[Call], quick: bool = False) -> Timing:
+def time_graph(calls: Sequence[Call], quick: bool = False, seconds: float | None = None) -> Timing:
     """GPU time per call in a replayed CUDA graph; `calls` holds the same call on one or more sets of buffers.
 
-    A graph holds enough calls (at most about 100) for 0.4 ms, so that the gap between replays does not count.
+    A graph holds enough calls (at most about 100) for 0.4 ms, so that the gap between replays does not count. With
+    `seconds` the measurement takes about so long, at the price of precision.
     """
+    estimates = 3 if seconds else 5
+    warm = seconds / 3 if seconds else 0.03
+    least, duration = (3, seconds) if seconds else (12, 0.02 if quick else 0.06)
     # On a side stream: autograd remembers streams, and a capture must not meet the default one.
     warm_up = torch.cuda.Stream()
     warm_up.wait_stream(torch.cuda.current_stream())
@@ -485,8 +625,8 @@ def time_graph(calls: Sequence[Call], quick: bool = False) -> Timing:
     count = sets
     while True:
         graph = CallGraph(calls, count)
-        graph.replay(3)
-        per_call = max(1e-7, statistics.median(graph.replay(5)))
+        graph.replay(estimates - 2)
+        per_call = max(1e-7, statistics.median(graph.replay(estimates)))
         wanted = sets * max(1, round(min(400e-6 / per_call, 100) / sets))
         # A short graph shows mostly the gap between replays, so the estimate is taken again on a longer one.
         if wanted <= 1.5 * count:
@@ -495,16 +635,21 @@ def time_graph(calls: Sequence[Call], quick: bool = False) -> Timing:
         count = wanted
     per_replay = count * per_call
     # The clock of an idle GPU needs some 30 ms of work to rise.
-    graph.replay(max(3, min(300, math.ceil(0.03 / per_replay))))
-    repeats = max(12, min(200, math.ceil((0.02 if quick else 0.06) / per_replay)))
+    graph.replay(max(1, min(300, math.ceil(warm / per_replay))))
+    repeats = max(least, min(200, math.ceil(duration / per_replay)))
     # The first replays run while the host has no lead yet.
     return Timing(graph.replay(repeats + 2)[2:])
 
 
+def cache_bytes() -> int:
+    """Of L2."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return getattr(properties, "L2_cache_size", 0) or 64 << 20
+
+
 def buffer_sets(problem: Problem) -> int:
     """One set while inputs and output fit well into L2, else enough to exceed twice its size."""
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    cache = getattr(properties, "L2_cache_size", 0) or 64 << 20
+    cache = cache_bytes()
     if problem.bytes < cache / 8:
         return 1
     return max(2, math.ceil(2 * cache / problem.bytes))
@@ -813,7 +958,7 @@ def precompile_fla_here(case: str, backward: bool) -> int:
 def check_results(report: Report, model: torch.nn.Module, device: str) -> None:
     """Ours against the float64 oracle at the seed's shape: four dtypes, five kinds of gate, poisoned memory."""
     report.say("Correctness at (B, T, H, D) = (2, 128, 4, 24): norm of the error / norm of the float64 result")
-    report.say(f"{'gates':14}" + "".join(f"{str(dtype).removeprefix('torch.'):>12}" for dtype in TOLERANCE))
+    report.say(f"{'gates':14}" + "".join(f"{name_of(dtype):>12}" for dtype in TOLERANCE))
     for gates in GATES:
         cells = []
         for dtype in TOLERANCE:
@@ -827,7 +972,8 @@ def check_results(report: Report, model: torch.nn.Module, device: str) -> None:
             right = report.check(problem, gates, error)
             cells.append(f"{error:.1e}" if right else f"{error:.1e} !")
         report.say(f"{gates:14}" + "".join(f"{cell:>12}" for cell in cells))
-    report.say(f"{'allowed':14}" + "".join(f"{tolerance:>12.1e}" for tolerance in TOLERANCE.values()))
+    allowed = [report.tolerance(replace(SEED, dtype=dtype)) for dtype in TOLERANCE]
+    report.say(f"{'allowed':14}" + "".join(f"{tolerance:>12.1e}" for tolerance in allowed))
     if report.wrong:
         report.say("WRONG: the figures marked ! are out of tolerance. Nothing is timed.")
     report.say()
@@ -880,11 +1026,19 @@ class Bench:
     def training_floor(self, problem: Problem) -> float:
         return 1e6 * problem.training_bytes / self.bytes_per_second
 
-    def graph_row(self, section: str, name: str, problem: Problem, calls: Sequence[Call], **more: object) -> Row:
-        """Time `calls` in a graph; a failure becomes the row's note."""
+    def graph_row(
+        self,
+        section: str,
+        name: str,
+        problem: Problem,
+        calls: Sequence[Call],
+        seconds: float | None = None,
+        **more: object,
+    ) -> Row:
+        """Time `calls` in a graph, for about `seconds` where given; a failure becomes the row's note."""
         row = Row(section, name, "graph", str(problem), buffer_sets=len(calls), **more)
         try:
-            timing = time_graph(calls, self.quick)
+            timing = time_graph(calls, self.quick, seconds)
         except Exception as error:  # one row that fails must not end the run
             if isinstance(error.__context__, KeyboardInterrupt):
                 # Ctrl-C during a capture surfaces as the capture's own failure.
@@ -957,7 +1111,7 @@ def measure_seed(bench: Bench) -> None:
     report.say(format_row(loop_eager))
 
     error = relative_error(bench.model(*inputs), oracle)
-    note = "" if report.check(SEED, "sigmoid", error) else f"WRONG, {TOLERANCE[SEED.dtype]:.1e} is allowed"
+    note = "" if report.check(SEED, "sigmoid", error) else f"WRONG, {report.tolerance(SEED):.1e} is allowed"
     more = {"floor_us": floor_us, "error": error, "note": note}
     ours_graph = bench.graph_row(section, "gated_delta_jit", SEED, [partial(bench.model, *inputs)], **more)
     set_speed_up(ours_graph, loop_graph)
@@ -999,7 +1153,7 @@ def measure_seed_peers(bench: Bench) -> None:
     report.say(ROW_HEADER)
     for peer in bench.peers:
         progress(f"{peer.name}: the first call at a head size tunes itself, for up to a minute")
-        call, row = try_peer(section, peer, SEED, [inputs], oracle)
+        call, row = try_peer(section, peer, SEED, [inputs], partial(relative_error, oracle=oracle))
         if not call:
             report.say(format_row(report.add(row)))
             continue
@@ -1015,41 +1169,78 @@ def measure_seed_peers(bench: Bench) -> None:
 
 
 def try_peer(
-    section: str, peer: Peer, problem: Problem, buffers: Sequence[Inputs], oracle: torch.Tensor
+    section: str,
+    peer: Peer,
+    problem: Problem,
+    buffers: Sequence[Inputs],
+    error_of: Callable[[torch.Tensor], float],
 ) -> tuple[list[Call], Row]:
-    """The peer's timed calls, one for each buffer set; none, and a note in the row, if it fails or is wrong.
+    """The peer's timed calls, one for each buffer set; none, and a note in the row, if it fails, is wrong or too slow.
 
-    `oracle` belongs to the first buffer set.
+    `error_of` belongs to the first buffer set.
     """
     row = Row(section, peer.name, "graph", str(problem), buffer_sets=len(buffers))
     calls: list[Call] = []
     try:
         timed = [peer.prepare(*inputs) for inputs in buffers]
-        row.error = relative_error(timed[0](), oracle)
+        row.error = error_of(timed[0]())
+        seconds = seconds_of(timed[0])
     except Exception as failure:  # a peer that fails is a result
         row.note = brief(failure)
         return calls, row
-    if row.error <= PEER_LIMIT:
-        calls.extend(timed)
-    else:
+    if not row.error <= PEER_LIMIT:
         row.note = "wrong result, not timed"
+    elif seconds > PEER_SECONDS:
+        row.note = f"{1e3 * seconds:.0f} ms a call, not timed"
+    else:
+        calls.extend(timed)
     return calls, row
+
+
+def seconds_of(call: Call) -> float:
+    """Wall time of one call that has been warmed up."""
+    synchronize()
+    start = time.perf_counter()
+    call()
+    synchronize()
+    return time.perf_counter() - start
+
+
+TABLE_HEADER = (
+    f"{'dtype':9}{'B':>4}{'T':>6}{'H':>4}{'K=V':>5}{'sets':>5}{'floor':>9}{'ours':>9}{'+-':>6}{'of floor':>9}"
+    f"{'error':>9}{'FLA rec.':>10}{'error':>9}{'FLA chunk':>10}{'error':>9}{'speed-up':>9}"
+)
 
 
 def measure_short(bench: Bench, problems: Sequence[Problem]) -> None:
     """Ours against both FLA paths over short sequences, in graphs, one line for each problem."""
-    section = "short"
     report = bench.report
     report.say("Short shapes, us per call in a CUDA graph; speed-up against the faster of FLA's two implementations")
-    report.say(
-        f"{'dtype':9}{'B':>3}{'H':>4}{'T':>5}{'K=V':>5}{'sets':>5}{'floor':>8}{'ours':>8}{'of floor':>9}{'error':>9}"
-        f"{'FLA rec.':>10}{'error':>9}{'FLA chunk':>10}{'error':>9}{'speed-up':>9}"
-    )
+    measure_table(bench, "short", problems)
+
+
+def measure_throughput(bench: Bench, problems: Sequence[Problem]) -> None:
+    """Ours against the floor and both FLA paths at sizes of real training runs."""
+    report = bench.report
+    report.say("Training shapes, forward, us per call in a CUDA graph; speed-up against the faster of FLA's two")
+    rows = measure_table(bench, "throughput", problems)
+    shares = [row.floor_share for row in rows if row.floor_share is not None]
+    if shares:
+        report.summarise(f"Training shapes: {percent(min(shares))} to {percent(max(shares))} of the floor.")
+        report.say()
+
+
+def measure_table(bench: Bench, section: str, problems: Sequence[Problem]) -> list[Row]:
+    """One line for each problem; returns the rows of ours."""
+    report = bench.report
+    report.say(TABLE_HEADER)
     notes: dict[str, None] = {}
     slower = 0
     compared = 0
+    rows: list[Row] = []
     for problem in problems:
-        ours, peers, floor_us = measure_short_problem(bench, section, problem)
+        ours, peers, floor_us = measure_forward(bench, section, problem)
+        rows.append(ours)
         cells = ""
         for name in (FLA_RECURRENT, FLA_CHUNK):
             row = peers.get(name)
@@ -1065,47 +1256,134 @@ def measure_short(bench: Bench, problems: Sequence[Problem]) -> None:
             compared += 1
             slower += speed_up <= 1
         report.say(
-            f"{problem.dtype_name:9}{problem.B:>3}{problem.H:>4}{problem.T:>5}{problem.D:>5}{ours.buffer_sets:>5}"
-            f"{floor_us:>8.2f}{number(ours.us):>8}{percent(ours.floor_share):>9}{number(ours.error, '.1e'):>9}"
-            f"{cells}{number(speed_up, '.1f', 'x'):>9}"
+            f"{problem.types:9}{problem.B:>4}{problem.T:>6}{problem.H:>4}{problem.D:>5}{ours.buffer_sets:>5}"
+            f"{floor_us:>9.2f}{number(ours.us):>9}{percent(ours.spread):>6}{percent(ours.floor_share):>9}"
+            f"{number(ours.error, '.1e'):>9}{cells}{number(speed_up, '.1f', 'x'):>9}"
         )
     for note in notes:
         report.say(f"  {note}")
     report.say()
     if compared:
-        report.summarise(f"Faster than both FLA implementations at {compared - slower} of {compared} short shapes.")
+        report.summarise(
+            f"Faster than both FLA implementations at {compared - slower} of {compared} shapes of {section}."
+        )
         report.say()
+    return rows
 
 
-def measure_short_problem(bench: Bench, section: str, problem: Problem) -> tuple[Row, dict[str, Row], float]:
+def judge_forward(bench: Bench, section: str, problem: Problem, buffers: Sequence[Inputs]) -> tuple[Row, Judge]:
+    """Ours on the first buffer set against the oracle, in poisoned memory; a row with a note where it is wrong."""
+    judge = Judge.of(buffers[0])
+    # The allocator hands this block out again: an element that is not written stays NaN.
+    poison = torch.full_like(buffers[0][2], math.nan)
+    del poison
+    row = Row(section, "gated_delta_jit", "graph", str(problem), buffer_sets=len(buffers))
+    row.error = judge.error(bench.model(*buffers[0]))
+    if not bench.report.check(problem, "sigmoid", row.error):
+        row.note = f"WRONG, {bench.report.tolerance(problem):.1e} is allowed; not timed"
+    return row, judge
+
+
+def forward_floor(bench: Bench, section: str, problem: Problem, buffers: Sequence[Inputs], **more: object) -> float:
+    """Microseconds that the bytes take: those of the touch kernel where they fit into L2, else at the copy rate."""
+    if triton is not None and problem.bytes < cache_bytes() / 8:
+        row = bench.graph_row(section, "every byte touched once", problem, [partial(touch, *buffers[0])], **more)
+        if row.us is not None:
+            return row.us
+    return bench.floor_from_copy(problem)
+
+
+def measure_forward(bench: Bench, section: str, problem: Problem) -> tuple[Row, dict[str, Row], float]:
     """Rows of ours and of each peer at one problem, and the floor in microseconds."""
     sets = buffer_sets(problem)
-    buffers = [make_inputs(problem, "cuda", seed) for seed in range(sets)]
-    oracle = oracle_of(buffers[0])
-    floor_us = bench.floor_from_copy(problem)
-    if triton is not None and sets == 1:
-        row = bench.graph_row(section, "every byte touched once", problem, [partial(touch, *buffers[0])])
-        if row.us is not None:
-            floor_us = row.us
-
-    error = relative_error(bench.model(*buffers[0]), oracle)
-    if bench.report.check(problem, "sigmoid", error):
-        calls = [partial(bench.model, *inputs) for inputs in buffers]
-        ours = bench.graph_row(section, "gated_delta_jit", problem, calls, error=error, floor_us=floor_us)
-    else:
-        ours = Row(section, "gated_delta_jit", "graph", str(problem), error=error, buffer_sets=sets)
-        ours.note = f"WRONG, {TOLERANCE[problem.dtype]:.1e} is allowed; not timed"
-        bench.report.add(ours)
-
     peers: dict[str, Row] = {}
+    try:
+        buffers = [make_inputs(problem, "cuda", seed) for seed in range(sets)]
+        ours, judge = judge_forward(bench, section, problem, buffers)
+    except torch.cuda.OutOfMemoryError as failure:
+        row = Row(section, "gated_delta_jit", "graph", str(problem), buffer_sets=sets, note=brief(failure))
+        return bench.report.add(row), peers, bench.floor_from_copy(problem)
+    floor_us = forward_floor(bench, section, problem, buffers)
+    if ours.note:
+        bench.report.add(ours)
+    else:
+        calls = [partial(bench.model, *inputs) for inputs in buffers]
+        ours = bench.graph_row(section, ours.name, problem, calls, error=ours.error, floor_us=floor_us)
+
     for peer in bench.peers:
-        timed, row = try_peer(section, peer, problem, buffers, oracle)
+        timed, row = try_peer(section, peer, problem, buffers, judge.error)
         if timed:
             row = bench.graph_row(section, peer.name, problem, timed, error=row.error, floor_us=floor_us)
         else:
             bench.report.add(row)
         peers[peer.name] = row
+        del timed
+        free_memory()
     return ours, peers, floor_us
+
+
+def free_memory() -> None:
+    """Graphs and large problems leave blocks behind that fit no later one."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+# A point of the grid: at most so much memory, so long a call, and about so much measuring.
+GRID_BYTES = 40e9
+GRID_CALL_SECONDS = 0.02
+GRID_SECONDS = 0.03
+
+
+def measure_grid(bench: Bench, problems: Sequence[Problem]) -> None:
+    """Ours alone, one line for each problem that fits."""
+    section = "grid"
+    report = bench.report
+    report.say("Grid, us per call in a CUDA graph, about 30 ms of measuring for each line")
+    report.say(
+        f"{'dtype':9}{'B*H':>5}{'T':>6}{'K=V':>5}{'sets':>5}"
+        f"{'floor':>10}{'ours':>10}{'+-':>6}{'of floor':>9}{'error':>9}"
+    )
+    for problem in problems:
+        try:
+            row, floor_us = measure_point(bench, section, problem)
+        except torch.cuda.OutOfMemoryError as failure:
+            row = report.add(Row(section, "gated_delta_jit", "graph", str(problem), note=brief(failure)))
+            floor_us = bench.floor_from_copy(problem)
+            free_memory()
+        report.say(
+            f"{problem.types:9}{problem.B * problem.H:>5}{problem.T:>6}{problem.D:>5}{row.buffer_sets:>5}"
+            f"{floor_us:>10.2f}{number(row.us):>10}{percent(row.spread):>6}{percent(row.floor_share):>9}"
+            f"{number(row.error, '.1e'):>9}  {row.note}".rstrip()
+        )
+    report.say()
+
+
+def measure_point(bench: Bench, section: str, problem: Problem) -> tuple[Row, float]:
+    """Ours at one point of the grid, and its floor in microseconds; a note in the row where it is not timed."""
+    # A set that is far larger than L2 leaves nothing there that the next call could use.
+    sets = 1 if problem.bytes > 16 * cache_bytes() else buffer_sets(problem)
+    floor_us = bench.floor_from_copy(problem)
+    # Beside the buffers, the float32 numbers that they are drawn as.
+    needed = sets * problem.bytes + 12 * problem.elements
+    if needed > min(GRID_BYTES, 0.9 * torch.cuda.mem_get_info()[0]):
+        row = Row(section, "gated_delta_jit", "graph", str(problem), note=f"needs {needed / 1e9:.0f} GB, left out")
+        return bench.report.add(row), floor_us
+    buffers = [make_inputs(problem, "cuda", seed) for seed in range(sets)]
+    row, _ = judge_forward(bench, section, problem, buffers)
+    seconds = seconds_of(partial(bench.model, *buffers[0]))
+    if not row.note and seconds > GRID_CALL_SECONDS:
+        row.note = f"{1e3 * seconds:.0f} ms a call, left out"
+    if row.note:
+        bench.report.add(row)
+    else:
+        more = {"seconds": GRID_SECONDS}
+        floor_us = forward_floor(bench, section, problem, buffers, **more)
+        calls = [partial(bench.model, *inputs) for inputs in buffers]
+        row = bench.graph_row(section, row.name, problem, calls, error=row.error, floor_us=floor_us, **more)
+    del buffers
+    if problem.bytes > 1 << 28:
+        free_memory()
+    return row, floor_us
 
 
 def measure_compiled_loop(bench: Bench) -> None:
@@ -1329,16 +1607,16 @@ def peak_memory(call: Call) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def measure_cpu(report: Report, library: ModuleType, quick: bool, backward: bool) -> None:
+def measure_cpu(report: Report, library: ModuleType, problems: Sequence[Problem], quick: bool, backward: bool) -> None:
     """No GPU: the reference loop against our CPU kernel, wall time, taken in turn."""
     section = "cpu, training" if backward else "cpu"
     loop = Model()
     model = library.ModelNew()
     what = ", forward plus backward" if backward else ""
-    report.say(f"CPU{what}, float32, {torch.get_num_threads()} threads, us per call (wall)")
-    report.say(f"{'(B, T, H, D)':20}{'loop':>12}{'+-':>7}{'ours':>12}{'+-':>7}{'speed-up':>10}{'error':>10}")
-    for problem in CPU_PROBLEMS:
-        if backward and quick and problem.T > 256:
+    report.say(f"CPU{what}, {torch.get_num_threads()} threads, us per call (wall)")
+    report.say(f"{'(B, T, H, D)':40}{'loop':>12}{'+-':>7}{'ours':>12}{'+-':>7}{'speed-up':>10}{'error':>10}")
+    for problem in problems:
+        if backward and quick and problem == CPU_PROBLEMS[1]:
             # Backward through the loop is quadratic in T: most of a minute here.
             continue
         inputs = make_inputs(problem, "cpu")
@@ -1353,13 +1631,13 @@ def measure_cpu(report: Report, library: ModuleType, quick: bool, backward: bool
         else:
             error = relative_error(model(*inputs), oracle_of(inputs))
             right = report.check(problem, "sigmoid", error)
-            tolerance = TOLERANCE[problem.dtype]
+            tolerance = report.tolerance(problem)
             calls = {"loop": partial(loop, *inputs), "ours": partial(model, *inputs)}
-        shape = f"({problem.B}, {problem.T}, {problem.H}, {problem.D})"
+        shape = str(problem)
         if not right:
             note = f"WRONG, {tolerance:.1e} is allowed; not timed"
             report.add(Row(section, "gated_delta_jit", "eager", str(problem), error=error, errors=errors, note=note))
-            report.say(f"{shape:20}{'-':>12}{'-':>7}{'-':>12}{'-':>7}{'-':>10}{error:>10.1e}  {note}")
+            report.say(f"{shape:40}{'-':>12}{'-':>7}{'-':>12}{'-':>7}{'-':>10}{error:>10.1e}  {note}")
             continue
         timings = time_eager(calls, rounds=3 if quick else 9, round_seconds=0.05)
         rows = {}
@@ -1370,7 +1648,7 @@ def measure_cpu(report: Report, library: ModuleType, quick: bool, backward: bool
         rows["ours"].error = error
         rows["ours"].errors = errors
         report.say(
-            f"{shape:20}{timings['loop'].us:>12.1f}{100 * timings['loop'].spread:>6.1f}%"
+            f"{shape:40}{timings['loop'].us:>12.1f}{100 * timings['loop'].spread:>6.1f}%"
             f"{timings['ours'].us:>12.1f}{100 * timings['ours'].spread:>6.1f}%"
             f"{rows['ours'].speed_up:>9.1f}x{error:>10.1e}"
         )
@@ -1412,6 +1690,34 @@ def describe(library: ModuleType, on_gpu: bool, fla: str) -> dict[str, str]:
     return environment
 
 
+SECTIONS = ("seed", "short", "throughput", "grid")
+DTYPE_NAMES = {
+    **{name_of(dtype): dtype for dtype in TOLERANCE},
+    **{short: dtype for dtype, short in SHORT_NAMES.items()},
+    "f16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+
+
+def parse_dtype(text: str) -> torch.dtype:
+    if text not in DTYPE_NAMES:
+        raise argparse.ArgumentTypeError(f"{text!r} is no type; there are {', '.join(DTYPE_NAMES)}")
+    return DTYPE_NAMES[text]
+
+
+def parse_shape(text: str) -> tuple[tuple[int, ...], torch.dtype | None, torch.dtype | None]:
+    """B,T,H,D[:DTYPE[:GATE DTYPE]] as sizes and types."""
+    numbers, *names = text.split(":")
+    sizes = numbers.split(",")
+    if len(sizes) != 4 or len(names) > 2 or not all(size.strip().isdecimal() and int(size) > 0 for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r} is not B,T,H,D[:DTYPE[:GATE DTYPE]] with four positive numbers")
+    dtype, gate_dtype, *_ = [*(parse_dtype(name) for name in names), None, None]
+    if gate_dtype not in (None, dtype) and not (gate_dtype == torch.float32 and dtype.itemsize == 2):
+        raise argparse.ArgumentTypeError(f"{text!r}: the gate has the type of q, or is float32 beside half precision")
+    return tuple(int(size) for size in sizes), dtype, None if gate_dtype == dtype else gate_dtype
+
+
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     description, _, method = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
@@ -1419,12 +1725,33 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="fewer shapes and repeats")
     parser.add_argument("--backward", action="store_true", help="forward plus backward, not the forward alone")
+    parser.add_argument("--only", metavar="SECTION", choices=SECTIONS, help=f"one of {', '.join(SECTIONS)}, alone")
+    parser.add_argument("--grid", action="store_true", help="add the grid of 300 sizes")
+    parser.add_argument(
+        "--shapes",
+        metavar="SHAPE",
+        nargs="+",
+        type=parse_shape,
+        help="B,T,H,D[:DTYPE[:GATE DTYPE]], in place of the training shapes",
+    )
+    parser.add_argument(
+        "--dtype", type=parse_dtype, help="this type for all shapes but the seed's, and for --shapes that name none"
+    )
     parser.add_argument("--torch-compile", action="store_true", help="add the loop under torch.compile (minutes)")
     parser.add_argument("--json", metavar="FILE", help="write everything measured to FILE")
     parser.add_argument("--no-fla", action="store_true", help="leave flash-linear-attention out")
     # What precompile_fla starts its processes with.
     parser.add_argument("--fla-precompile", metavar="CASE", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.shapes and options.only not in (None, "throughput"):
+        parser.error("--shapes is for the training shapes: --only throughput, or without --only")
+    if options.backward and (options.grid or options.only in ("short", "grid")):
+        parser.error("--backward has the sections seed and throughput")
+    if options.grid and options.only not in (None, "grid"):
+        parser.error(f"--grid and --only {options.only} exclude each other")
+    if options.shapes:
+        default = options.dtype or torch.float32
+        options.shapes = [Problem(*sizes, dtype or default, gate) for sizes, dtype, gate in options.shapes]
     if options.json:
         try:
             # Now rather than after minutes of measuring.
@@ -1436,25 +1763,51 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def gpu_sections(bench: Bench, options: argparse.Namespace) -> Iterator[Callable[[], None]]:
     """The sections in the order in which they run."""
+    wanted = {options.only} if options.only else {"seed", "short", "throughput"}
+    if options.grid:
+        wanted.add("grid")
+    yield partial(measure_limits, bench)
     if options.backward:
-        problems = training_problems(options.quick)
-        yield partial(measure_limits, bench)
+        problems = options.shapes or in_dtype(training_problems(options.quick), options.dtype)
+        problems = problems if "throughput" in wanted else []
         if bench.peers:
-            yield partial(precompile_fla, [SEED, *problems], backward=True)
-        yield partial(measure_training_seed, bench)
+            yield partial(precompile_fla, [*([SEED] if "seed" in wanted else []), *problems], backward=True)
+        if "seed" in wanted:
+            yield partial(measure_training_seed, bench)
         for problem in problems:
             yield partial(measure_training, bench, problem)
-        yield partial(measure_training_memory, bench, MEMORY_PROBLEM)
+        if problems:
+            yield partial(measure_training_memory, bench, problems[0] if options.shapes else MEMORY_PROBLEM)
         return
-    problems = short_problems(options.quick)
-    yield partial(measure_limits, bench)
-    yield partial(measure_seed, bench)
-    if bench.peers:
-        yield partial(precompile_fla, [SEED, *problems])
+    dtypes = [options.dtype] if options.dtype else [torch.float32, torch.bfloat16]
+    short = short_problems(options.quick, dtypes) if "short" in wanted else []
+    training = options.shapes or in_dtype(throughput_problems(options.quick), options.dtype)
+    training = training if "throughput" in wanted else []
+    if "seed" in wanted:
+        yield partial(measure_seed, bench)
+    if bench.peers and wanted != {"grid"}:
+        yield partial(precompile_fla, [*([SEED] if "seed" in wanted else []), *short, *training])
+    if bench.peers and "seed" in wanted:
         yield partial(measure_seed_peers, bench)
-    yield partial(measure_short, bench, problems)
-    if options.torch_compile:
+    if short:
+        yield partial(measure_short, bench, short)
+    if training:
+        yield partial(measure_throughput, bench, training)
+    if "grid" in wanted:
+        yield partial(measure_grid, bench, grid_problems(options.quick, dtypes))
+    if options.torch_compile and "seed" in wanted:
         yield partial(measure_compiled_loop, bench)
+
+
+def cpu_problems(options: argparse.Namespace) -> list[Problem]:
+    """What a CPU is asked for: short, throughput and grid are a GPU's."""
+    if options.grid or (options.only not in (None, "seed") and not options.shapes):
+        progress("short, throughput and grid are for GPUs and are left out")
+    if options.shapes:
+        return options.shapes
+    if options.only not in (None, "seed"):
+        return []
+    return in_dtype([SEED] if options.only else CPU_PROBLEMS, options.dtype)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -1479,7 +1832,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     fla = "left out"
     if on_gpu and not options.no_fla:
         peers, fla = load_fla()
-    report = Report(describe(gated_delta_jit, on_gpu, fla))
+    report = Report(describe(gated_delta_jit, on_gpu, fla), on_gpu)
     for name, value in report.environment.items():
         report.say(f"{name:16}{value}")
     report.say()
@@ -1496,7 +1849,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif on_gpu:
             sections = gpu_sections(Bench(report, gated_delta_jit, model, peers, options.quick), options)
         else:
-            sections = iter([partial(measure_cpu, report, gated_delta_jit, options.quick, options.backward)])
+            problems = cpu_problems(options)
+            cpu = partial(measure_cpu, report, gated_delta_jit, problems, options.quick, options.backward)
+            sections = iter([cpu] if problems else [])
         for section in sections:
             section()
     except KeyboardInterrupt:
