@@ -1904,9 +1904,12 @@ CPP_SOURCE = SHARED_SOURCE + r"""
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <initializer_list>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace gated_delta {
@@ -2575,8 +2578,10 @@ std::array<Tensor, 5> backward(const Inputs& in, const std::optional<Tensor>& dy
   }
 #ifdef GATED_DELTA_WITH_CUDA
   else {
-    const Tensor scratch = allocate({backward_scratch_bytes(p)}, at::kByte, device);
-    C10_CUDA_CHECK(launch_backward(p, grads, scratch.mutable_data_ptr(),
+    const int64_t bytes = backward_scratch_bytes(p);
+    Tensor scratch;
+    if (bytes > 0) scratch = allocate({bytes}, at::kByte, device);
+    C10_CUDA_CHECK(launch_backward(p, grads, bytes > 0 ? scratch.mutable_data_ptr() : nullptr,
                                    c10::cuda::getCurrentCUDAStream(device.index())));
   }
 #endif
@@ -2587,7 +2592,8 @@ std::array<Tensor, 5> backward(const Inputs& in, const std::optional<Tensor>& dy
     }
     result[3] = result[3].sum(axes, /*keepdim=*/true);
   }
-  if (result[3].defined()) result[3] = result[3].to(in.gate.scalar_type());
+  if (result[3].defined() && result[3].scalar_type() != in.gate.scalar_type())
+    result[3] = result[3].to(in.gate.scalar_type());
   return result;
 }
 
@@ -2633,6 +2639,25 @@ const auto& registered_backward() {
 
 // ========================================= Autograd ===========================================
 
+// Would the dispatcher lead straight to a kernel of ours, past at most autograd? No tracing,
+// autocast, functorch transform, dispatch mode or subclass has a stake in the tensor.
+bool plain(const Tensor& tensor) {
+  using c10::DispatchKey;
+  const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
+  c10::DispatchKeySet keys = (tensor.key_set() | local.included_) - local.excluded_;
+  c10::DispatchKeySet ordinary({DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::AutogradCPU,
+                                DispatchKey::AutogradCUDA, DispatchKey::ADInplaceOrView,
+                                DispatchKey::BackendSelect});
+  return (keys.raw_repr() & ~ordinary.raw_repr()) == 0;
+}
+
+// Likewise for a whole call, which no profiler watches either.
+bool goes_straight(std::initializer_list<const Tensor*> tensors) {
+  bool straight = !at::hasCallbacks();
+  for (const Tensor* each : tensors) straight = straight && (!each->defined() || plain(*each));
+  return straight;
+}
+
 void refuse_tangent(const Tensor& tensor, const char* name) {
   if (!tensor.defined() || !tensor._fw_grad(0).defined()) return;
   C10_THROW_ERROR(NotImplementedError, std::string("gated_delta: `") + name +
@@ -2650,12 +2675,19 @@ class ForwardFunction : public torch::autograd::Function<ForwardFunction> {
                                                 double scale, bool output_final_state,
                                                 bool log_gate) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const Tensor state = initial_state.value_or(Tensor());
+    ctx->save_for_backward({q, k, v, gate, state});
+    if (scale != 1) ctx->saved_data["scale"] = scale;
+    if (log_gate) ctx->saved_data["log_gate"] = true;
+    ctx->set_materialize_grads(false);
+    if (goes_straight({&q, &k, &v, &gate, &state})) {
+      auto [y, final_state] = gated_delta::forward(
+          {q, k, v, gate, initial_state, scale, output_final_state, log_gate});
+      if (!output_final_state) return {y};
+      return {y, final_state};
+    }
     auto [y, final_state] = registered_forward().call(q, k, v, gate, initial_state, scale,
                                                       output_final_state, log_gate);
-    ctx->save_for_backward({q, k, v, gate, initial_state.value_or(Tensor())});
-    ctx->saved_data["scale"] = scale;
-    ctx->saved_data["log_gate"] = log_gate;
-    ctx->set_materialize_grads(false);
     if (!output_final_state) ctx->mark_non_differentiable({final_state});
     return {y, final_state};
   }
@@ -2666,19 +2698,32 @@ class ForwardFunction : public torch::autograd::Function<ForwardFunction> {
     const auto optional = [](const Tensor& tensor) {
       return tensor.defined() ? std::optional<Tensor>(tensor) : std::nullopt;
     };
+    const std::optional<Tensor> initial_state = optional(saved[4]);
+    const std::optional<Tensor> dy = optional(gradients[0]);
+    const std::optional<Tensor> dfinal_state =
+        gradients.size() > 1 ? optional(gradients[1]) : std::nullopt;
+    const auto scale_at = ctx->saved_data.find("scale");
+    const double scale = scale_at == ctx->saved_data.end() ? 1 : scale_at->second.toDouble();
+    const bool log_gate = ctx->saved_data.find("log_gate") != ctx->saved_data.end();
     Needed needed;
     for (size_t n = 0; n < 5; ++n) needed[n] = saved[n].defined() && ctx->needs_input_grad(n);
-    const auto computed = registered_backward().call(
-        saved[0], saved[1], saved[2], saved[3], optional(saved[4]), optional(gradients[0]),
-        optional(gradients[1]), ctx->saved_data["scale"].toDouble(),
-        ctx->saved_data["log_gate"].toBool(), needed);
-    torch::autograd::variable_list result = {std::get<0>(computed), std::get<1>(computed),
-                                             std::get<2>(computed), std::get<3>(computed),
-                                             std::get<4>(computed)};
-    for (size_t n = 0; n < 5; ++n) {
-      if (!needed[n]) result[n] = Tensor();
+    torch::autograd::variable_list result(8);
+    const auto keep = [&](auto&&... computed) {
+      size_t n = 0;
+      ((needed[n] ? void(result[n] = std::move(computed)) : void(), ++n), ...);
+    };
+    const Tensor none;
+    if (!at::GradMode::is_enabled() &&
+        goes_straight({&saved[0], &saved[1], &saved[2], &saved[3], &saved[4], dy ? &*dy : &none,
+                       dfinal_state ? &*dfinal_state : &none})) {
+      std::apply(keep, gated_delta::backward({saved[0], saved[1], saved[2], saved[3], initial_state,
+                                              scale, false, log_gate},
+                                             dy, dfinal_state, needed));
+    } else {
+      std::apply(keep, registered_backward().call(saved[0], saved[1], saved[2], saved[3],
+                                                  initial_state, dy, dfinal_state, scale, log_gate,
+                                                  needed));
     }
-    result.resize(8);
     return result;
   }
 };
@@ -2694,6 +2739,7 @@ std::tuple<Tensor, Tensor> forward_autograd(const Tensor& q, const Tensor& k, co
   refuse_tangent(initial_state.value_or(Tensor()), "initial_state");
   const auto result =
       ForwardFunction::apply(q, k, v, gate, initial_state, scale, output_final_state, log_gate);
+  if (result.size() == 1) return {result[0], allocate({0}, state_type(q), q.device())};
   return {result[0], result[1]};
 }
 
@@ -2766,16 +2812,6 @@ GATED_DELTA_LIBRARY_IMPL(TORCH_EXTENSION_NAME, AutocastCUDA, m) {
 // `call` goes straight to `forward`, or to autograd's function around it, when nothing between has
 // a stake in the call: plain tensors, no tracing, autocast, functorch transform, dispatch mode,
 // tangent or profiler. Otherwise it returns NotImplemented, and Python takes the road.
-
-bool plain(const Tensor& tensor) {
-  using c10::DispatchKey;
-  const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
-  c10::DispatchKeySet keys = (tensor.key_set() | local.included_) - local.excluded_;
-  c10::DispatchKeySet ordinary({DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::AutogradCPU,
-                                DispatchKey::AutogradCUDA, DispatchKey::ADInplaceOrView,
-                                DispatchKey::BackendSelect});
-  return (keys.raw_repr() & ~ordinary.raw_repr()) == 0;
-}
 
 PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
