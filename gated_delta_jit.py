@@ -698,8 +698,8 @@ enum class Own { kColumns, kRows };
 
 // Small: float32, operands and outputs move in packs, 32-bit indices, all time in one sweep, the
 // summed axis in one slice. Kernels that aren't small branch on the dtypes of float operands.
-template <typename Accum_, Own kOwn_, bool kSmall_, int kSumGroups_, int kSummed_,
-          int kTimeGroups_, int kOwned_, int kSteps_>
+template <typename Accum_, Own kOwn_, bool kSmall_, int kSumGroups_, int kSummed_, int kTimeGroups_,
+          int kOwned_, int kSteps_>
 struct BackwardTraits {
   using Accum = Accum_;
   static constexpr Own kOwn = kOwn_;
@@ -857,7 +857,7 @@ struct BackwardLane {
   Accum q[kSteps][kRowCount];
   Accum v[kSteps][kColumnCount];
   Accum gate[kSteps][kColumnCount];
-  Accum dy[kSteps][kColumnCount];  // times scale
+  Accum dy[kSteps][kColumnCount];  // times scale from summarize() on
 
   Accum decay[kColumnCount];     // product of a stretch's gates
   Accum state[kSummed][kOwned];  // what the stretch adds to a state at its end
@@ -930,7 +930,15 @@ struct BackwardLane {
     load_operand<false, kWhole>(v, p.v, p.dtype, p);
     load_operand<false, kWhole>(gate, p.gate, p.gate_dtype, p);
     load_operand<true, kWhole>(q, p.q, p.dtype, p);
-    if (p.dy.data != nullptr) load_operand<false, kWhole>(dy, p.dy, p.dtype, p);
+    if (p.dy.data != nullptr) {
+      load_operand<false, kWhole>(dy, p.dy, p.dtype, p);
+    } else {
+#pragma unroll
+      for (int c = 0; c < kSteps; ++c) {
+#pragma unroll
+        for (int n = 0; n < kColumnCount; ++n) dy[c][n] = 0;
+      }
+    }
   }
 
   __device__ __forceinline__ void load(const Arguments& p) {
@@ -944,8 +952,8 @@ struct BackwardLane {
     }
   }
 
-  // Gates become plain numbers, those of steps past the end one; dy takes the scale.
-  __device__ __forceinline__ void finish(const Arguments& p) {
+  // Gates become plain numbers, those of steps past the end one.
+  __device__ __forceinline__ void finish_gate(const Arguments& p) {
     if (p.log_gate) {
 #pragma unroll
       for (int c = 0; c < kSteps; ++c) {
@@ -960,18 +968,11 @@ struct BackwardLane {
         for (int n = 0; n < kColumnCount; ++n) gate[c][n] = c < steps ? gate[c][n] : 1;
       }
     }
-    const bool has_dy = p.dy.data != nullptr;
-#pragma unroll
-    for (int c = 0; c < kSteps; ++c) {
-#pragma unroll
-      for (int n = 0; n < kColumnCount; ++n)
-        dy[c][n] = has_dy ? dy[c][n] * static_cast<Accum>(p.scale) : 0;
-    }
   }
 
   // What the lane's own steps do: S_end = decay * S_before + state, and flow into the step before
-  // them = decay * flow into their last + flow.
-  __device__ __forceinline__ void summarize() {
+  // them = decay * flow into their last + flow. Here dy takes the scale.
+  __device__ __forceinline__ void summarize(Accum scale) {
 #pragma unroll
     for (int n = 0; n < kColumnCount; ++n) decay[n] = 1;
 #pragma unroll
@@ -1003,6 +1004,7 @@ struct BackwardLane {
       Accum value[kColumnCount];
 #pragma unroll
       for (int n = 0; n < kColumnCount; ++n) {
+        dy[c][n] *= scale;
         prefix[n] *= gate[c][n];
         value[n] = dy[c][n] * prefix[n];
       }
@@ -1104,8 +1106,8 @@ __global__ void __launch_bounds__(Traits::kMaxWarps * 32, 1)
   extern __shared__ __align__(16) unsigned char shared_memory[];
   BackwardLane<Traits> lane(p, launch, launch.tile + blockIdx.z);
   lane.load(p);
-  lane.finish(p);
-  lane.summarize();
+  lane.finish_gate(p);
+  lane.summarize(static_cast<Accum>(p.scale));
   Accum before[Traits::kSummed][Traits::kOwned] = {};
   Accum after[Traits::kSummed][Traits::kOwned] = {};
   lane.gather(reinterpret_cast<Accum*>(shared_memory), before, after);
@@ -1218,8 +1220,8 @@ __device__ __forceinline__ void backward_tile(const BackwardArguments<typename T
       }
     }
   }
-  lane.finish(p);
-  lane.summarize();
+  lane.finish_gate(p);
+  lane.summarize(static_cast<Accum>(p.scale));
   lane.gather(reinterpret_cast<Accum*>(shared_memory), before, after);
 
   // ---- Forward through the steps, keeping every state; backward through them, summing.
@@ -1281,15 +1283,16 @@ __device__ __forceinline__ void backward_tile(const BackwardArguments<typename T
   // ---- Sum over the lanes, store.
   const Index limit = Traits::kColumns ? p.V : p.K;
 #pragma unroll
-  for (int which = 0; which < 2; ++which) {
+  for (int which = 0; which < 2; ++which)
     reduce_rows<Traits::kValues, Traits::kSumGroups / 2>(sums[which], lane.sum_group);
+#pragma unroll
+  for (int which = 0; which < 2; ++which) {
     const View<Index>& target =
         Traits::kColumns ? (which == 0 ? p.dv : p.dgate) : (which == 0 ? p.dq : p.dk);
     if (target.data == nullptr) continue;
     if (lane.sum_group % Traits::kSharers != 0) continue;
-    constexpr int kPack = !Traits::kSmall               ? 1
-                          : Traits::kOutputs < kOwned ? Traits::kOutputs
-                                                      : kOwned;
+    constexpr int kNeighbours = Traits::kOutputs < kOwned ? Traits::kOutputs : kOwned;
+    constexpr int kPack = Traits::kSmall ? kNeighbours : 1;
 #pragma unroll
     for (int n = 0; n < Traits::kOutputs; n += kPack) {
       const int flat = lane.sum_group / Traits::kSharers * Traits::kOutputs + n;
@@ -1682,7 +1685,7 @@ cudaError_t launch_both(const Params& p, const Gradients& grads, int64_t sweep_s
 
 template <typename Accum>
 struct BackwardKernels {
-  // As many steps a lane as registers hold; of 128 rows or columns only float32 has tiles.
+  // As many steps a lane as registers hold. double has Tile64 alone.
   static constexpr int kSteps = sizeof(Accum) == 8 ? 4 : 8;
   template <Own kOwn>
   using Tile32 = BackwardTraits<Accum, kOwn, false, 8, 4, 2, 1, kSteps>;
@@ -1690,8 +1693,7 @@ struct BackwardKernels {
   using Tile64 = BackwardTraits<Accum, kOwn, false, 16, 4, 1, 1, kSteps>;
   template <Own kOwn>
   using Tile128 = BackwardTraits<Accum, kOwn, false, 32, 4, 1, 1, kSteps>;
-  // A block of the small kernel owns few columns or rows, so that at B * H = 8 and K = V = 24 all
-  // 96 run at once on 132 processors.
+  // At B * H = 8 and K = V = 24 the small kernel is 96 blocks, one for each of 132 processors.
   template <Own kOwn>
   using Small24 = BackwardTraits<float, kOwn, true, 8, 3, 2, 2, 8>;
   template <Own kOwn>
@@ -1724,8 +1726,8 @@ struct BackwardKernels {
 
   // Slices of the summed axis, one after the other.
   template <Own kOwn>
-  static cudaError_t launch_all(const Params& p, const Gradients& grads,
-                                BackwardLaunch launch, bool summarize, cudaStream_t stream) {
+  static cudaError_t launch_all(const Params& p, const Gradients& grads, BackwardLaunch launch,
+                                bool summarize, cudaStream_t stream) {
     const int accum = sizeof(Accum);
     const int element = size_of(p.dtype);
     const int64_t all = kOwn == Own::kColumns ? p.K : p.V;
@@ -1763,8 +1765,8 @@ struct BackwardKernels {
         if (most <= 24)
           return launch_both<Small24<Own::kColumns>, Small24<Own::kRows>>(
               p, grads, launch.sweep_steps, stream);
-        return launch_both<Small32<Own::kColumns>, Small32<Own::kRows>>(
-            p, grads, launch.sweep_steps, stream);
+        return launch_both<Small32<Own::kColumns>, Small32<Own::kRows>>(p, grads,
+                                                                        launch.sweep_steps, stream);
       }
     }
     cudaError_t error = cudaSuccess;
@@ -2681,8 +2683,8 @@ class ForwardFunction : public torch::autograd::Function<ForwardFunction> {
     if (log_gate) ctx->saved_data["log_gate"] = true;
     ctx->set_materialize_grads(false);
     if (goes_straight({&q, &k, &v, &gate, &state})) {
-      auto [y, final_state] = gated_delta::forward(
-          {q, k, v, gate, initial_state, scale, output_final_state, log_gate});
+      auto [y, final_state] =
+          gated_delta::forward({q, k, v, gate, initial_state, scale, output_final_state, log_gate});
       if (!output_final_state) return {y};
       return {y, final_state};
     }
@@ -2720,9 +2722,9 @@ class ForwardFunction : public torch::autograd::Function<ForwardFunction> {
                                               scale, false, log_gate},
                                              dy, dfinal_state, needed));
     } else {
-      std::apply(keep, registered_backward().call(saved[0], saved[1], saved[2], saved[3],
-                                                  initial_state, dy, dfinal_state, scale, log_gate,
-                                                  needed));
+      std::apply(keep,
+                 registered_backward().call(saved[0], saved[1], saved[2], saved[3], initial_state,
+                                            dy, dfinal_state, scale, log_gate, needed));
     }
     return result;
   }
@@ -2813,6 +2815,18 @@ GATED_DELTA_LIBRARY_IMPL(TORCH_EXTENSION_NAME, AutocastCUDA, m) {
 // a stake in the call: plain tensors, no tracing, autocast, functorch transform, dispatch mode,
 // tangent or profiler. Otherwise it returns NotImplemented, and Python takes the road.
 
+// Releases the interpreter for a scope; pybind11's own looks up its internals each time.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() { PyEval_RestoreThread(state_); }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
 PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK(count == 8, "call takes 8 arguments");
@@ -2846,7 +2860,7 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
                   arguments[7] == Py_True};
   std::pair<Tensor, Tensor> result;
   {
-    pybind11::gil_scoped_release no_gil;
+    const WithoutGil without_gil;
     if (records) {
       auto outputs = ForwardFunction::apply(in.q, in.k, in.v, in.gate, in.initial_state, in.scale,
                                             in.output_final_state, in.log_gate);
