@@ -696,6 +696,8 @@ struct BackwardLaunch {
 
 enum class Own { kColumns, kRows };
 
+constexpr int kBackwardWarps = 8;  // of a block, at most
+
 // Small: float32, operands and outputs move in packs, 32-bit indices, all time in one sweep, the
 // summed axis in one slice. Kernels that aren't small branch on the dtypes of float operands.
 template <typename Accum_, Own kOwn_, bool kSmall_, int kSumGroups_, int kSummed_, int kTimeGroups_,
@@ -711,17 +713,14 @@ struct BackwardTraits {
   static constexpr int kOwnGroups = 32 / (kSumGroups * kTimeGroups);
   static constexpr int kOwned = kOwned_;  // a lane's share of the axis that the block owns
   static constexpr int kSteps = kSteps_;
-  static constexpr int kMaxWarps = 8;
   static constexpr int kTileOwned = kOwnGroups * kOwned;
   static constexpr int kStateLanes = kSumGroups * kOwnGroups;
   static constexpr bool kColumns = kOwn == Own::kColumns;
   static constexpr int kRowCount = kColumns ? kSummed : kOwned;     // a lane's rows
   static constexpr int kColumnCount = kColumns ? kOwned : kSummed;  // a lane's columns
   static constexpr int kElements = kSummed * kOwned;
-  // A lane's words in shared memory, of this kind of block and of either; odd, so that the time
-  // groups of a warp meet different banks.
+  // A lane's words in shared memory; odd, so that the time groups of a warp meet different banks.
   static constexpr int kWords = (2 * kElements + kColumnCount) | 1;
-  static constexpr int kMostWords = (2 * kElements + (kSummed > kOwned ? kSummed : kOwned)) | 1;
   static constexpr int kValues = kSteps * kOwned;  // of each output, before the sum over lanes
   static constexpr int kOutputs = kValues > kSumGroups ? kValues / kSumGroups : 1;
   static constexpr int kSharers = kSumGroups * kOutputs / kValues;  // lanes with the same outputs
@@ -1099,7 +1098,7 @@ struct BackwardLane {
 
 // What each sweep does to a state and to a gradient, from zero.
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kMaxWarps * 32, 1)
+__global__ void __launch_bounds__(kBackwardWarps * 32, 1)
     simt_summarize_sweeps(const __grid_constant__ BackwardArguments<int64_t> p,
                           const __grid_constant__ BackwardLaunch launch) {
   using Accum = typename Traits::Accum;
@@ -1334,7 +1333,7 @@ __device__ __forceinline__ void backward_tile(const BackwardArguments<typename T
 }
 
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kMaxWarps * 32, 1)
+__global__ void __launch_bounds__(kBackwardWarps * 32, 1)
     simt_backward(const __grid_constant__ BackwardArguments<int64_t> p,
                   const __grid_constant__ BackwardLaunch launch) {
   backward_tile<Traits>(p, launch, launch.tile + blockIdx.z);
@@ -1342,7 +1341,7 @@ __global__ void __launch_bounds__(Traits::kMaxWarps * 32, 1)
 
 // Both kinds of blocks side by side, for small problems: one launch less.
 template <class Columns, class Rows>
-__global__ void __launch_bounds__(Columns::kMaxWarps * 32, 1)
+__global__ void __launch_bounds__(kBackwardWarps * 32, 1)
     simt_backward_both(const __grid_constant__ BackwardArguments<int32_t> p) {
   const BackwardLaunch none;
   const int column_tiles = (p.V + Columns::kTileOwned - 1) / Columns::kTileOwned;
@@ -1635,10 +1634,10 @@ int backward_warps(int64_t sweep_steps) {
   return static_cast<int>(sweep_steps / (Traits::kTimeGroups * Traits::kSteps));
 }
 
-// Bytes of shared memory of a block of either kind.
+// Bytes of shared memory of a block.
 template <class Traits>
 int backward_shared(int warps) {
-  const int words = warps * Traits::kTimeGroups * Traits::kMostWords * Traits::kStateLanes;
+  const int words = warps * Traits::kTimeGroups * Traits::kWords * Traits::kStateLanes;
   return words * sizeof(typename Traits::Accum);
 }
 
@@ -1678,8 +1677,9 @@ cudaError_t launch_both(const Params& p, const Gradients& grads, int64_t sweep_s
                         cudaStream_t stream) {
   const int warps = backward_warps<Columns>(sweep_steps);
   const dim3 grid(p.H, p.B, owned_tiles<Columns>(p) + owned_tiles<Rows>(p));
-  simt_backward_both<Columns, Rows><<<grid, warps * 32, backward_shared<Columns>(warps), stream>>>(
-      backward_arguments<int32_t>(p, grads));
+  const int shared = std::max(backward_shared<Columns>(warps), backward_shared<Rows>(warps));
+  simt_backward_both<Columns, Rows>
+      <<<grid, warps * 32, shared, stream>>>(backward_arguments<int32_t>(p, grads));
   return cudaGetLastError();
 }
 
