@@ -658,48 +658,23 @@ __global__ void __launch_bounds__(Traits::kMaxWarps * 32)
 // kinds of blocks: one owns columns and sums over all rows, the other owns rows and sums over all
 // columns. Each computes S and R of its own elements; nothing is added up across blocks.
 //
-// Time is cut in sweeps, one block each, all in parallel. Within a sweep lanes own kSteps steps and
-// scan as in the forward, S from the front and R from the back. If there are several sweeps, a
-// first kernel writes what each does to a state and to a gradient, and a second chains these.
+// Time is cut in sweeps, one block each, all in parallel. Within a sweep lanes own kSteps steps,
+// and a scan in shared memory joins them, S from the front and R from the back. If there are
+// several sweeps, a first kernel writes what each does to a state and to a gradient, and a second
+// chains these.
 
-// Gate of one step and column as a number.
-template <typename Element, typename Accum>
-__device__ __forceinline__ Accum gate_at(const Params& p, int64_t batch, int64_t step, int64_t head,
-                                         int64_t column) {
-  const bool like_q = sizeof(Element) >= 4 || p.gate_dtype == p.dtype;
-  const Accum gate = like_q
-                         ? to_accum(*element_of<const Element>(p.gate, batch, step, head, column))
-                         : to_accum(*element_of<const float>(p.gate, batch, step, head, column));
-  return p.log_gate ? exponential(gate) : gate;
-}
-
-enum class Own { kColumns, kRows };
-
-template <typename Element_, typename Accum_, Own kOwn_, int kSumGroups_, int kSummed_,
-          int kTimeGroups_, int kOwned_, int kSteps_, int kMaxWarps_>
-struct BackwardTraits {
-  using Element = Element_;
-  using Accum = Accum_;
-  static constexpr Own kOwn = kOwn_;
-  static constexpr int kSumGroups = kSumGroups_;  // lanes over the axis that is summed
-  static constexpr int kSummed = kSummed_;        // a lane's share of that axis
-  static constexpr int kTimeGroups = kTimeGroups_;
-  static constexpr int kOwnGroups = 32 / (kSumGroups * kTimeGroups);
-  static constexpr int kOwned = kOwned_;  // a lane's share of the axis that the block owns
-  static constexpr int kSteps = kSteps_;
-  static constexpr int kMaxWarps = kMaxWarps_;
-  static constexpr int kTileOwned = kOwnGroups * kOwned;
-  static constexpr int kStateLanes = kSumGroups * kOwnGroups;
-  static constexpr bool kColumns = kOwn == Own::kColumns;
-  static constexpr int kRowCount = kColumns ? kSummed : kOwned;     // a lane's rows
-  static constexpr int kColumnCount = kColumns ? kOwned : kSummed;  // a lane's columns
-  static constexpr int kElements = kSummed * kOwned;
-  static constexpr int kWords = 2 * kElements + kColumnCount;
-  static constexpr int kMostWords = 2 * kElements + (kSummed > kOwned ? kSummed : kOwned);
-  static constexpr int kValues = kSteps * kOwned;  // of each output, before the sum over lanes
-  static constexpr int kOutputs = kValues > kSumGroups ? kValues / kSumGroups : 1;
-  static constexpr int kSharers = kSumGroups * kOutputs / kValues;  // lanes with the same outputs
-  static_assert(kSumGroups * kTimeGroups * kOwnGroups == 32, "lanes fill a warp");
+// What all backward kernels read: operands in the order of their use, then the outputs.
+template <typename Index>
+struct BackwardArguments {
+  View<Index> k, v, gate, q, dy;
+  Index T = 0, H = 0, K = 0, V = 0;
+  bool log_gate = false;
+  bool packed = false;                 // operands move in packs along the last axis
+  Dtype dtype = Dtype::kFloat32;       // of q, k, v, dy, dq, dk, dv
+  Dtype gate_dtype = Dtype::kFloat32;  // dtype, or float32 beside half-precision q, k, v
+  double scale = 1.0;
+  View<Index> initial_state, dfinal_state;
+  View<Index> dv, dgate, dq, dk, dinitial_state;
 };
 
 // A launch of one kind of block: which part of the summed axis it covers, and where sweeps lie.
@@ -709,7 +684,6 @@ struct BackwardLaunch {
   int64_t sweep_steps = 0;
   int64_t batch = 0;  // at which this grid begins
   int64_t tile = 0;
-  bool packed = false;       // operands move in packs along the last axis
   void* states = nullptr;    // (B, H, sweeps, K, V): what precedes each sweep
   void* flows = nullptr;     // (B, H, sweeps, K, V): what flows back into each sweep's last state
   void* decays = nullptr;    // (B, H, sweeps, V): products of gates
@@ -720,47 +694,154 @@ struct BackwardLaunch {
   int64_t all_columns = 0;
 };
 
-// kCount elements at kSteps steps along one operand's last axis, dealt to `groups` lanes in packs.
-// What lies outside the problem reads as zero.
-template <typename Source, int kSteps, int kCount, typename Accum>
-__device__ __forceinline__ void load_axis(Accum (&out)[kSteps][kCount], const View<int64_t>& view,
-                                          const Source* first, int group, int groups, int steps,
-                                          int64_t limit, bool packed) {
-  constexpr int kPack = largest_pack(kCount, sizeof(Source));
-  const int count = static_cast<int>(min(max(limit, int64_t{0}), int64_t{INT32_MAX}));
-  if (packed) {
-#pragma unroll
-    for (int c = 0; c < kSteps; ++c) {
-#pragma unroll
-      for (int n = 0; n < kCount; n += kPack) {
-        const int index = (n / kPack * groups + group) * kPack;
-        Pack<Source, kPack> pack = {};
-        if (c < steps && index < count) {
-          pack = *reinterpret_cast<const Pack<Source, kPack>*>(first + c * view.stride[1] + index);
-        }
-#pragma unroll
-        for (int e = 0; e < kPack; ++e) out[c][n + e] = to_accum(pack.at[e]);
-      }
-    }
+enum class Own { kColumns, kRows };
+
+constexpr int kBackwardWarps = 8;  // of a block, at most
+
+// Small: float32, operands and outputs move in packs, 32-bit indices, all time in one sweep, the
+// summed axis in one slice. Kernels that aren't small branch on the dtypes of float operands.
+template <typename Accum_, Own kOwn_, bool kSmall_, int kSumGroups_, int kSummed_, int kTimeGroups_,
+          int kOwned_, int kSteps_>
+struct BackwardTraits {
+  using Accum = Accum_;
+  static constexpr Own kOwn = kOwn_;
+  static constexpr bool kSmall = kSmall_;
+  using Index = std::conditional_t<kSmall, int32_t, int64_t>;
+  static constexpr int kSumGroups = kSumGroups_;  // lanes over the axis that is summed
+  static constexpr int kSummed = kSummed_;        // a lane's share of that axis
+  static constexpr int kTimeGroups = kTimeGroups_;
+  static constexpr int kOwnGroups = 32 / (kSumGroups * kTimeGroups);
+  static constexpr int kOwned = kOwned_;  // a lane's share of the axis that the block owns
+  static constexpr int kSteps = kSteps_;
+  static constexpr int kTileOwned = kOwnGroups * kOwned;
+  static constexpr int kStateLanes = kSumGroups * kOwnGroups;
+  static constexpr bool kColumns = kOwn == Own::kColumns;
+  static constexpr int kRowCount = kColumns ? kSummed : kOwned;     // a lane's rows
+  static constexpr int kColumnCount = kColumns ? kOwned : kSummed;  // a lane's columns
+  static constexpr int kElements = kSummed * kOwned;
+  // A lane's words in shared memory; odd, so that the time groups of a warp meet different banks.
+  static constexpr int kWords = (2 * kElements + kColumnCount) | 1;
+  static constexpr int kValues = kSteps * kOwned;  // of each output, before the sum over lanes
+  static constexpr int kOutputs = kValues > kSumGroups ? kValues / kSumGroups : 1;
+  static constexpr int kSharers = kSumGroups * kOutputs / kValues;  // lanes with the same outputs
+  static_assert(kSumGroups * kTimeGroups * kOwnGroups == 32, "lanes fill a warp");
+};
+
+// The 16 bits of a half-precision number as a float.
+__device__ __forceinline__ float from_bits(uint16_t bits, bool bfloat) {
+  const __half_raw half{bits};
+  return bfloat ? __uint_as_float(static_cast<uint32_t>(bits) << 16) : __half2float(__half(half));
+}
+
+// Element at an offset of an operand of the given dtype, as a number of the state's type.
+template <typename Accum>
+__device__ __forceinline__ Accum read_number(const void* data, int64_t offset, Dtype dtype) {
+  if constexpr (sizeof(Accum) > 4) return static_cast<const double*>(data)[offset];
+  if (dtype == Dtype::kFloat32) return static_cast<const float*>(data)[offset];
+  return from_bits(static_cast<const uint16_t*>(data)[offset], dtype == Dtype::kBFloat16);
+}
+
+template <typename Accum>
+__device__ __forceinline__ void write_number(void* data, int64_t offset, Dtype dtype,
+                                             Accum number) {
+  if constexpr (sizeof(Accum) > 4) {
+    static_cast<double*>(data)[offset] = number;
+  } else if (dtype == Dtype::kFloat32) {
+    static_cast<float*>(data)[offset] = number;
+  } else if (dtype == Dtype::kFloat16) {
+    static_cast<__half*>(data)[offset] = __float2half_rn(number);
   } else {
+    static_cast<__nv_bfloat16*>(data)[offset] = __float2bfloat16_rn(number);
+  }
+}
+
+// Offset of element (a, b, c, d) of an operand.
+template <typename Index>
+__device__ __forceinline__ int64_t offset_of(const View<Index>& view, Index a, Index b, Index c,
+                                             Index d) {
+  return static_cast<int64_t>(a) * view.stride[0] + static_cast<int64_t>(b) * view.stride[1] +
+         static_cast<int64_t>(c) * view.stride[2] + static_cast<int64_t>(d) * view.stride[3];
+}
+
+// What memory holds as a number; half-precision numbers come as bits.
+__device__ __forceinline__ float number_of(float x, bool) {
+  return x;
+}
+__device__ __forceinline__ double number_of(double x, bool) {
+  return x;
+}
+__device__ __forceinline__ float number_of(uint16_t bits, bool bfloat) {
+  return from_bits(bits, bfloat);
+}
+
+// kCount elements at kSteps steps along one operand's last axis, dealt to `groups` lanes in packs.
+// What lies outside the problem reads as zero. kWhole: nothing does.
+template <bool kWhole, typename Source, int kSteps, int kCount, typename Accum, typename Index>
+__device__ __forceinline__ void load_packs(Accum (&out)[kSteps][kCount], const View<Index>& view,
+                                           const Source* first, int group, int groups, int steps,
+                                           int count, bool bfloat) {
+  constexpr int kPack = largest_pack(kCount, sizeof(Accum));
 #pragma unroll
-    for (int c = 0; c < kSteps; ++c) {
+  for (int c = 0; c < kSteps; ++c) {
+    const Source* step = first + static_cast<int64_t>(c) * view.stride[1];
 #pragma unroll
-      for (int n = 0; n < kCount; ++n) {
-        const int index = (n / kPack * groups + group) * kPack + n % kPack;
-        Source source = {};
-        if (c < steps && index < count) source = first[c * view.stride[1] + index * view.stride[3]];
-        out[c][n] = to_accum(source);
-      }
+    for (int n = 0; n < kCount; n += kPack) {
+      const int index = (n / kPack * groups + group) * kPack;
+      Pack<Source, kPack> pack = {};
+      if (kWhole || (c < steps && index < count))
+        pack = *reinterpret_cast<const Pack<Source, kPack>*>(step + index);
+#pragma unroll
+      for (int e = 0; e < kPack; ++e) out[c][n + e] = number_of(pack.at[e], bfloat);
     }
+  }
+}
+
+// Likewise with any strides.
+template <typename Source, int kSteps, int kCount, typename Accum>
+__device__ __forceinline__ void load_each(Accum (&out)[kSteps][kCount], const View<int64_t>& view,
+                                          const Source* first, int group, int groups, int steps,
+                                          int count, bool bfloat) {
+  constexpr int kPack = largest_pack(kCount, sizeof(Accum));
+#pragma unroll
+  for (int c = 0; c < kSteps; ++c) {
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      const int index = (n / kPack * groups + group) * kPack + n % kPack;
+      Source source = 0;
+      if (c < steps && index < count) source = first[c * view.stride[1] + index * view.stride[3]];
+      out[c][n] = number_of(source, bfloat);
+    }
+  }
+}
+
+// Likewise for an operand of any dtype, from its element `offset` on.
+template <int kSteps, int kCount, typename Accum>
+__device__ __forceinline__ void load_axis(Accum (&out)[kSteps][kCount], const View<int64_t>& view,
+                                          Dtype dtype, int64_t offset, int group, int groups,
+                                          int steps, int64_t limit, bool packed) {
+  const int count = static_cast<int>(min(max(limit, int64_t{0}), int64_t{INT32_MAX}));
+  const auto load = [&](const auto* data, bool bfloat) {
+    if (packed) {
+      load_packs<false>(out, view, data + offset, group, groups, steps, count, bfloat);
+    } else {
+      load_each(out, view, data + offset, group, groups, steps, count, bfloat);
+    }
+  };
+  if constexpr (sizeof(Accum) > 4) {
+    load(static_cast<const double*>(view.data), false);
+  } else if (dtype == Dtype::kFloat32) {
+    load(static_cast<const float*>(view.data), false);
+  } else {
+    load(static_cast<const uint16_t*>(view.data), dtype == Dtype::kBFloat16);
   }
 }
 
 // A lane's part of a sweep: its place, its operands, and the scan over the sweep's other lanes.
 template <class Traits>
 struct BackwardLane {
-  using Element = typename Traits::Element;
   using Accum = typename Traits::Accum;
+  using Index = typename Traits::Index;
+  using Arguments = BackwardArguments<Index>;
   static constexpr int kSteps = Traits::kSteps;
   static constexpr int kSummed = Traits::kSummed;
   static constexpr int kOwned = Traits::kOwned;
@@ -768,28 +849,28 @@ struct BackwardLane {
   static constexpr int kColumnCount = Traits::kColumnCount;
 
   int warp, warps, sum_group, time_group, state_lane;
-  int64_t batch, head, sweep, owned, start;  // `owned`: first index of the lane's own axis
+  Index batch, head, sweep, owned, start;  // `owned`: first index of the lane's own axis
   int steps;
 
   Accum k[kSteps][kRowCount];
   Accum q[kSteps][kRowCount];
   Accum v[kSteps][kColumnCount];
   Accum gate[kSteps][kColumnCount];
-  Accum dy[kSteps][kColumnCount];  // times scale
+  Accum dy[kSteps][kColumnCount];  // times scale from summarize() on
 
   Accum decay[kColumnCount];     // product of a stretch's gates
   Accum state[kSummed][kOwned];  // what the stretch adds to a state at its end
   Accum flow[kSummed][kOwned];   // and to a gradient that flows back, at its start
 
-  // Index of the n-th summed element, as load_axis deals them.
-  __device__ __forceinline__ int64_t summed_index(int n) const {
-    constexpr int kPack = largest_pack(kSummed, sizeof(Element));
+  // Index of the n-th summed element, as load_packs deals them.
+  __device__ __forceinline__ Index summed_index(int n) const {
+    constexpr int kPack = largest_pack(kSummed, sizeof(Accum));
     return (n / kPack * Traits::kSumGroups + sum_group) * kPack + n % kPack;
   }
-  __device__ __forceinline__ int64_t row_of(int a, int b) const {
+  __device__ __forceinline__ Index row_of(int a, int b) const {
     return Traits::kColumns ? summed_index(a) : owned + b;
   }
-  __device__ __forceinline__ int64_t column_of(int a, int b) const {
+  __device__ __forceinline__ Index column_of(int a, int b) const {
     return Traits::kColumns ? owned + b : summed_index(a);
   }
   static __device__ __forceinline__ int row_slot(int a, int b) { return Traits::kColumns ? a : b; }
@@ -797,8 +878,8 @@ struct BackwardLane {
     return Traits::kColumns ? b : a;
   }
 
-  __device__ __forceinline__ BackwardLane(const Params& p, const BackwardLaunch& launch,
-                                          int64_t tile) {
+  __device__ __forceinline__ BackwardLane(const Arguments& p, const BackwardLaunch& launch,
+                                          Index tile) {
     const int lane = threadIdx.x % 32;
     warp = threadIdx.x / 32;
     warps = blockDim.x / 32;
@@ -806,60 +887,91 @@ struct BackwardLane {
     const int own_group = lane / Traits::kSumGroups % Traits::kOwnGroups;
     time_group = lane / Traits::kStateLanes;
     state_lane = lane % Traits::kStateLanes;
-    head = blockIdx.x / launch.sweeps;
-    sweep = blockIdx.x % launch.sweeps;
-    batch = launch.batch + blockIdx.y;
     owned = tile * Traits::kTileOwned + own_group * kOwned;
-    start = sweep * launch.sweep_steps + (warp * Traits::kTimeGroups + time_group) * kSteps;
-    const int64_t end = min(p.T, (sweep + 1) * launch.sweep_steps);
-    steps = static_cast<int>(min(max(end - start, int64_t{0}), int64_t{kSteps}));
-  }
-
-  // Which channel of q and k (v, gate and dy) load_axis starts from, its group, groups and limit.
-  template <typename Source, int kCount>
-  __device__ __forceinline__ void load_row_axis(Accum (&out)[kSteps][kCount],
-                                                const View<int64_t>& view, const Params& p,
-                                                bool packed) const {
-    const int64_t channel = Traits::kColumns ? 0 : owned;
-    const Source* first = element_of<const Source>(view, batch, start, head, channel);
-    load_axis<Source>(out, view, first, Traits::kColumns ? sum_group : 0,
-                      Traits::kColumns ? Traits::kSumGroups : 1, steps, p.K - channel, packed);
-  }
-  template <typename Source, int kCount>
-  __device__ __forceinline__ void load_column_axis(Accum (&out)[kSteps][kCount],
-                                                   const View<int64_t>& view, const Params& p,
-                                                   bool packed) const {
-    const int64_t channel = Traits::kColumns ? owned : 0;
-    const Source* first = element_of<const Source>(view, batch, start, head, channel);
-    load_axis<Source>(out, view, first, Traits::kColumns ? 0 : sum_group,
-                      Traits::kColumns ? 1 : Traits::kSumGroups, steps, p.V - channel, packed);
-  }
-
-  __device__ __forceinline__ void load(const Params& p, const Gradients& grads,
-                                       bool packed) {
-    load_row_axis<Element>(k, p.k, p, packed);
-    load_column_axis<Element>(v, p.v, p, packed);
-    if (sizeof(Element) >= 4 || p.gate_dtype == p.dtype) {
-      load_column_axis<Element>(gate, p.gate, p, packed);
+    start = (warp * Traits::kTimeGroups + time_group) * kSteps;
+    Index end = p.T;
+    if constexpr (Traits::kSmall) {
+      head = blockIdx.x;
+      batch = blockIdx.y;
+      sweep = 0;
     } else {
-      load_column_axis<float>(gate, p.gate, p, packed);
+      head = blockIdx.x / launch.sweeps;
+      sweep = blockIdx.x % launch.sweeps;
+      batch = launch.batch + blockIdx.y;
+      start += sweep * launch.sweep_steps;
+      end = min(end, (sweep + 1) * launch.sweep_steps);
     }
-    load_row_axis<Element>(q, p.q, p, packed);
-    if (grads.dy.data != nullptr) load_column_axis<Element>(dy, grads.dy, p, packed);
+    steps = static_cast<int>(min(max(end - start, Index{0}), Index{kSteps}));
+  }
+
+  // Loads along the axis of rows (q, k) or that of columns (v, gate, dy).
+  template <bool kRowAxis, bool kWhole, int kCount>
+  __device__ __forceinline__ void load_operand(Accum (&out)[kSteps][kCount],
+                                               const View<Index>& view, Dtype dtype,
+                                               const Arguments& p) const {
+    constexpr bool kOwnAxis = kRowAxis != Traits::kColumns;
+    const Index channel = kOwnAxis ? owned : 0;
+    const int group = kOwnAxis ? 0 : sum_group;
+    const int groups = kOwnAxis ? 1 : Traits::kSumGroups;
+    const Index count = (kRowAxis ? p.K : p.V) - channel;
+    if constexpr (Traits::kSmall) {
+      const float* first = element_of<const float>(view, batch, start, head, channel);
+      load_packs<kWhole>(out, view, first, group, groups, steps, count, false);
+    } else {
+      load_axis(out, view, dtype, offset_of(view, batch, start, head, channel), group, groups,
+                steps, count, p.packed);
+    }
+  }
+
+  template <bool kWhole>
+  __device__ __forceinline__ void load_operands(const Arguments& p) {
+    load_operand<true, kWhole>(k, p.k, p.dtype, p);
+    load_operand<false, kWhole>(v, p.v, p.dtype, p);
+    load_operand<false, kWhole>(gate, p.gate, p.gate_dtype, p);
+    load_operand<true, kWhole>(q, p.q, p.dtype, p);
+    if (p.dy.data != nullptr) {
+      load_operand<false, kWhole>(dy, p.dy, p.dtype, p);
+    } else {
 #pragma unroll
-    for (int c = 0; c < kSteps; ++c) {
+      for (int c = 0; c < kSteps; ++c) {
 #pragma unroll
-      for (int n = 0; n < kColumnCount; ++n) {
-        if (p.log_gate) gate[c][n] = exponential(gate[c][n]);
-        if (c >= steps) gate[c][n] = 1;
-        dy[c][n] = grads.dy.data != nullptr ? dy[c][n] * static_cast<Accum>(p.scale) : 0;
+        for (int n = 0; n < kColumnCount; ++n) dy[c][n] = 0;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load(const Arguments& p) {
+    const Index summed = Traits::kColumns ? p.K : p.V;
+    const Index own_axis = Traits::kColumns ? p.V : p.K;
+    if (Traits::kSmall && steps == kSteps && summed == Traits::kSumGroups * kSummed &&
+        owned + kOwned <= own_axis) {
+      load_operands<Traits::kSmall>(p);
+    } else {
+      load_operands<false>(p);
+    }
+  }
+
+  // Gates become plain numbers, those of steps past the end one.
+  __device__ __forceinline__ void finish_gate(const Arguments& p) {
+    if (p.log_gate) {
+#pragma unroll
+      for (int c = 0; c < kSteps; ++c) {
+#pragma unroll
+        for (int n = 0; n < kColumnCount; ++n) gate[c][n] = exponential(gate[c][n]);
+      }
+    }
+    if (steps < kSteps) {
+#pragma unroll
+      for (int c = 0; c < kSteps; ++c) {
+#pragma unroll
+        for (int n = 0; n < kColumnCount; ++n) gate[c][n] = c < steps ? gate[c][n] : 1;
       }
     }
   }
 
   // What the lane's own steps do: S_end = decay * S_before + state, and flow into the step before
-  // them = decay * flow into their last + flow.
-  __device__ __forceinline__ void summarize() {
+  // them = decay * flow into their last + flow. Here dy takes the scale.
+  __device__ __forceinline__ void summarize(Accum scale) {
 #pragma unroll
     for (int n = 0; n < kColumnCount; ++n) decay[n] = 1;
 #pragma unroll
@@ -891,6 +1003,7 @@ struct BackwardLane {
       Accum value[kColumnCount];
 #pragma unroll
       for (int n = 0; n < kColumnCount; ++n) {
+        dy[c][n] *= scale;
         prefix[n] *= gate[c][n];
         value[n] = dy[c][n] * prefix[n];
       }
@@ -904,52 +1017,74 @@ struct BackwardLane {
     }
   }
 
-  // Publishes every lane's summary, then gathers what precedes the lane's steps in the sweep and
-  // what follows them. `before` and `after` come in as the state before the sweep and the flow into
-  // its last step.
+  // Publishes every lane's summary, then finds what precedes the lane's steps in the sweep and what
+  // follows them. `before` and `after` come in as the state before the sweep and the flow into its
+  // last step. In between a thread walks over all chunks with one word of a state or a flow.
   __device__ __forceinline__ void gather(Accum* shared, Accum (&before)[kSummed][kOwned],
                                          Accum (&after)[kSummed][kOwned]) {
-    constexpr int kWords = Traits::kWords;
+    constexpr int kLanes = Traits::kStateLanes;
+    constexpr int kChunk = Traits::kWords * kLanes;
+    constexpr int kFlows = Traits::kElements * kLanes;  // from a chunk's states to its flows
+    constexpr int kBatch = 8;                           // chunks whose words are read at once
     const int chunk = warp * Traits::kTimeGroups + time_group;
     const int chunks = warps * Traits::kTimeGroups;
-    const auto word = [&](int at, int n) -> Accum& {
-      return shared[(at * kWords + n) * Traits::kStateLanes + state_lane];
-    };
+    Accum* const own_decays = shared + chunk * kChunk + state_lane;
+    Accum* const own_states = own_decays + kColumnCount * kLanes;
 #pragma unroll
-    for (int n = 0; n < kColumnCount; ++n) word(chunk, n) = decay[n];
+    for (int n = 0; n < kColumnCount; ++n) own_decays[n * kLanes] = decay[n];
 #pragma unroll
     for (int a = 0; a < kSummed; ++a) {
 #pragma unroll
       for (int b = 0; b < kOwned; ++b) {
-        word(chunk, kColumnCount + a * kOwned + b) = state[a][b];
-        word(chunk, kColumnCount + Traits::kElements + a * kOwned + b) = flow[a][b];
+        Accum* const word = own_states + (a * kOwned + b) * kLanes;
+        const Accum factor = decay[column_slot(a, b)];
+        word[0] = chunk == 0 ? multiply_add(factor, before[a][b], state[a][b]) : state[a][b];
+        word[kFlows] =
+            chunk == chunks - 1 ? multiply_add(factor, after[a][b], flow[a][b]) : flow[a][b];
       }
     }
     __syncthreads();
-    for (int at = 0; at < chunk; ++at) {
+    for (int item = threadIdx.x; item < 2 * kFlows; item += blockDim.x) {
+      const bool flows = item >= kFlows;
+      const int element = (flows ? item - kFlows : item) / kLanes;
+      const int column = column_slot(element / kOwned, element % kOwned);
+      const int hop = flows ? -kChunk : kChunk;
+      Accum* const first = shared + (flows ? (chunks - 1) * kChunk : 0);
+      const Accum* const decays = first + column * kLanes + item % kLanes;
+      Accum* const words = first + kColumnCount * kLanes + item;
+      Accum carry = words[0];
+#pragma unroll 1
+      for (int begin = 1; begin < chunks; begin += kBatch) {
+        Accum factor[kBatch];
+        Accum word[kBatch];
 #pragma unroll
-      for (int a = 0; a < kSummed; ++a) {
+        for (int e = 0; e < kBatch; ++e) {
+          const int at = min(begin + e, chunks - 1);
+          factor[e] = decays[at * hop];
+          word[e] = words[at * hop];
+        }
 #pragma unroll
-        for (int b = 0; b < kOwned; ++b) {
-          before[a][b] = multiply_add(word(at, column_slot(a, b)), before[a][b],
-                                      word(at, kColumnCount + a * kOwned + b));
+        for (int e = 0; e < kBatch; ++e) {
+          if (begin + e >= chunks) break;
+          words[(begin + e) * hop] = carry;
+          carry = multiply_add(factor[e], carry, word[e]);
         }
       }
     }
-    for (int at = chunks - 1; at > chunk; --at) {
+    __syncthreads();
 #pragma unroll
-      for (int a = 0; a < kSummed; ++a) {
+    for (int a = 0; a < kSummed; ++a) {
 #pragma unroll
-        for (int b = 0; b < kOwned; ++b) {
-          after[a][b] = multiply_add(word(at, column_slot(a, b)), after[a][b],
-                                     word(at, kColumnCount + Traits::kElements + a * kOwned + b));
-        }
+      for (int b = 0; b < kOwned; ++b) {
+        const Accum* const word = own_states + (a * kOwned + b) * kLanes;
+        if (chunk > 0) before[a][b] = word[0];
+        if (chunk < chunks - 1) after[a][b] = word[kFlows];
       }
     }
   }
 
   // Element (a, b) of the lane in a (B, H, sweeps, K, V) buffer of the whole problem; null outside.
-  __device__ __forceinline__ Accum* in_sweeps(void* buffer, const Params& p,
+  __device__ __forceinline__ Accum* in_sweeps(void* buffer, const Arguments& p,
                                               const BackwardLaunch& launch, int a, int b) const {
     const int64_t row = row_of(a, b);
     const int64_t column = column_of(a, b);
@@ -963,15 +1098,15 @@ struct BackwardLane {
 
 // What each sweep does to a state and to a gradient, from zero.
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kMaxWarps * 32)
-    simt_summarize_sweeps(const __grid_constant__ Params p,
-                          const __grid_constant__ Gradients grads,
+__global__ void __launch_bounds__(kBackwardWarps * 32, 1)
+    simt_summarize_sweeps(const __grid_constant__ BackwardArguments<int64_t> p,
                           const __grid_constant__ BackwardLaunch launch) {
   using Accum = typename Traits::Accum;
   extern __shared__ __align__(16) unsigned char shared_memory[];
   BackwardLane<Traits> lane(p, launch, launch.tile + blockIdx.z);
-  lane.load(p, grads, launch.packed);
-  lane.summarize();
+  lane.load(p);
+  lane.finish_gate(p);
+  lane.summarize(static_cast<Accum>(p.scale));
   Accum before[Traits::kSummed][Traits::kOwned] = {};
   Accum after[Traits::kSummed][Traits::kOwned] = {};
   lane.gather(reinterpret_cast<Accum*>(shared_memory), before, after);
@@ -1008,14 +1143,13 @@ __global__ void __launch_bounds__(Traits::kMaxWarps * 32)
 }
 
 // Chains the sweeps: `states` become what precedes each sweep, `flows` what flows into its last
-// step.
+// step. One thread an element of the states.
 template <typename Accum>
-__global__ void chain_sweeps(const __grid_constant__ Params p,
-                             const __grid_constant__ Gradients grads,
-                             const __grid_constant__ BackwardLaunch launch) {
+__global__ void chain_sweeps(const __grid_constant__ BackwardArguments<int64_t> p,
+                             const __grid_constant__ BackwardLaunch launch, int64_t pairs) {
   const int64_t elements = p.K * p.V;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (thread >= p.B * p.H * elements) return;
+  if (thread >= pairs * elements) return;
   const int64_t pair = thread / elements;
   const int64_t row = thread % elements / p.V;
   const int64_t column = thread % p.V;
@@ -1031,8 +1165,8 @@ __global__ void chain_sweeps(const __grid_constant__ Params p,
   Accum flow = 0;
   if (p.initial_state.data != nullptr)
     state = *element_of<const Accum>(p.initial_state, batch, head, row, column);
-  if (grads.dfinal_state.data != nullptr)
-    flow = *element_of<const Accum>(grads.dfinal_state, batch, head, row, column);
+  if (p.dfinal_state.data != nullptr)
+    flow = *element_of<const Accum>(p.dfinal_state, batch, head, row, column);
   for (int64_t sweep = 0; sweep < launch.sweeps; ++sweep) {
     const Accum end = multiply_add(decays[sweep * p.V], state, states[sweep * elements]);
     states[sweep * elements] = state;
@@ -1047,42 +1181,46 @@ __global__ void chain_sweeps(const __grid_constant__ Params p,
 
 // One block's work: its tile's gradients over one sweep.
 template <class Traits>
-__device__ __forceinline__ void backward_tile(const Params& p, const Gradients& grads,
-                                              const BackwardLaunch& launch, int64_t tile) {
+__device__ __forceinline__ void backward_tile(const BackwardArguments<typename Traits::Index>& p,
+                                              const BackwardLaunch& launch,
+                                              typename Traits::Index tile) {
   using Accum = typename Traits::Accum;
-  using Element = typename Traits::Element;
+  using Index = typename Traits::Index;
   constexpr int kSteps = Traits::kSteps;
   constexpr int kSummed = Traits::kSummed;
   constexpr int kOwned = Traits::kOwned;
   extern __shared__ __align__(16) unsigned char shared_memory[];
   BackwardLane<Traits> lane(p, launch, tile);
-  lane.load(p, grads, launch.packed);
+  lane.load(p);
 
   // ---- The state before the lane's steps, and what flows back into their last.
-  Accum before[kSummed][kOwned];
-  Accum after[kSummed][kOwned];
+  Accum before[kSummed][kOwned] = {};
+  Accum after[kSummed][kOwned] = {};
+  const bool from_sweeps = !Traits::kSmall && launch.sweeps > 1;
+  if (from_sweeps || p.initial_state.data != nullptr || p.dfinal_state.data != nullptr) {
 #pragma unroll
-  for (int a = 0; a < kSummed; ++a) {
+    for (int a = 0; a < kSummed; ++a) {
 #pragma unroll
-    for (int b = 0; b < kOwned; ++b) {
-      before[a][b] = after[a][b] = 0;
-      const int64_t row = lane.row_of(a, b);
-      const int64_t column = lane.column_of(a, b);
-      if (row >= p.K || column >= p.V) continue;
-      if (launch.sweeps > 1) {
-        before[a][b] = *lane.in_sweeps(launch.states, p, launch, a, b);
-        after[a][b] = *lane.in_sweeps(launch.flows, p, launch, a, b);
-      } else {
+      for (int b = 0; b < kOwned; ++b) {
+        const Index row = lane.row_of(a, b);
+        const Index column = lane.column_of(a, b);
+        if (row >= p.K || column >= p.V) continue;
+        if (from_sweeps) {
+          before[a][b] = *lane.in_sweeps(launch.states, p, launch, a, b);
+          after[a][b] = *lane.in_sweeps(launch.flows, p, launch, a, b);
+          continue;
+        }
         if (p.initial_state.data != nullptr)
           before[a][b] =
               *element_of<const Accum>(p.initial_state, lane.batch, lane.head, row, column);
-        if (grads.dfinal_state.data != nullptr)
+        if (p.dfinal_state.data != nullptr)
           after[a][b] =
-              *element_of<const Accum>(grads.dfinal_state, lane.batch, lane.head, row, column);
+              *element_of<const Accum>(p.dfinal_state, lane.batch, lane.head, row, column);
       }
     }
   }
-  lane.summarize();
+  lane.finish_gate(p);
+  lane.summarize(static_cast<Accum>(p.scale));
   lane.gather(reinterpret_cast<Accum*>(shared_memory), before, after);
 
   // ---- Forward through the steps, keeping every state; backward through them, summing.
@@ -1127,79 +1265,91 @@ __device__ __forceinline__ void backward_tile(const Params& p, const Gradients& 
   }
 
   // ---- The gradient of the initial state is what flows out of the first step.
-  if (Traits::kColumns && grads.dinitial_state.data != nullptr && lane.sweep == 0 &&
-      lane.warp == 0 && lane.time_group == 0) {
+  if (Traits::kColumns && p.dinitial_state.data != nullptr && lane.sweep == 0 && lane.warp == 0 &&
+      lane.time_group == 0) {
 #pragma unroll
     for (int a = 0; a < kSummed; ++a) {
 #pragma unroll
       for (int b = 0; b < kOwned; ++b) {
-        const int64_t row = lane.row_of(a, b);
-        const int64_t column = lane.column_of(a, b);
+        const Index row = lane.row_of(a, b);
+        const Index column = lane.column_of(a, b);
         if (row < p.K && column < p.V)
-          *element_of<Accum>(grads.dinitial_state, lane.batch, lane.head, row, column) =
-              after[a][b];
+          *element_of<Accum>(p.dinitial_state, lane.batch, lane.head, row, column) = after[a][b];
       }
     }
   }
 
   // ---- Sum over the lanes, store.
-  const View<int64_t>& target0 = Traits::kColumns ? grads.dv : grads.dq;
-  const View<int64_t>& target1 = Traits::kColumns ? grads.dgate : grads.dk;
-  const int64_t limit = Traits::kColumns ? p.V : p.K;
+  const Index limit = Traits::kColumns ? p.V : p.K;
+#pragma unroll
+  for (int which = 0; which < 2; ++which)
+    reduce_rows<Traits::kValues, Traits::kSumGroups / 2>(sums[which], lane.sum_group);
 #pragma unroll
   for (int which = 0; which < 2; ++which) {
-    reduce_rows<Traits::kValues, Traits::kSumGroups / 2>(sums[which], lane.sum_group);
-    const View<int64_t>& target = which == 0 ? target0 : target1;
+    const View<Index>& target =
+        Traits::kColumns ? (which == 0 ? p.dv : p.dgate) : (which == 0 ? p.dq : p.dk);
     if (target.data == nullptr) continue;
-    constexpr int kSharers = Traits::kSharers;
-    if (lane.sum_group % kSharers != 0) continue;
+    if (lane.sum_group % Traits::kSharers != 0) continue;
+    constexpr int kNeighbours = Traits::kOutputs < kOwned ? Traits::kOutputs : kOwned;
+    constexpr int kPack = Traits::kSmall ? kNeighbours : 1;
 #pragma unroll
-    for (int n = 0; n < Traits::kOutputs; ++n) {
-      const int flat = lane.sum_group / kSharers * Traits::kOutputs + n;
-      const int c = flat / kOwned;
-      const int64_t index = lane.owned + flat % kOwned;
-      if (c >= lane.steps || index >= limit) continue;
-      Accum total = sums[which][n];
-      if (launch.slice.accumulate)
-        total +=
-            *element_of<Accum>(launch.partial[which], lane.batch, lane.start + c, lane.head, index);
-      if (!launch.slice.last) {
-        *element_of<Accum>(launch.partial[which], lane.batch, lane.start + c, lane.head, index) =
-            total;
-        continue;
+    for (int n = 0; n < Traits::kOutputs; n += kPack) {
+      const int flat = lane.sum_group / Traits::kSharers * Traits::kOutputs + n;
+      const Index step = lane.start + flat / kOwned;
+      const Index index = lane.owned + flat % kOwned;
+      if (flat / kOwned >= lane.steps || index >= limit) continue;
+      Accum* const total = &sums[which][n];
+      if constexpr (!Traits::kSmall) {
+        Accum* partial =
+            element_of<Accum>(launch.partial[which], lane.batch, step, lane.head, index);
+        if (launch.slice.accumulate) *total += *partial;
+        if (!launch.slice.last) {
+          *partial = *total;
+          continue;
+        }
       }
-      if (Traits::kColumns && which == 1) {
-        if (p.log_gate)
-          total *= gate_at<Element, Accum>(p, lane.batch, lane.start + c, lane.head, index);
-        *element_of<Accum>(target, lane.batch, lane.start + c, lane.head, index) = total;
+      if (Traits::kColumns && which == 1 && p.log_gate) {
+#pragma unroll
+        for (int e = 0; e < kPack; ++e) {
+          const Index at = index + e;
+          const Accum log = read_number<Accum>(
+              p.gate.data, offset_of(p.gate, lane.batch, step, lane.head, at), p.gate_dtype);
+          total[e] *= exponential(log);
+        }
+      }
+      const int64_t offset = offset_of(target, lane.batch, step, lane.head, index);
+      if constexpr (Traits::kSmall) {
+        Pack<float, kPack> pack;
+#pragma unroll
+        for (int e = 0; e < kPack; ++e) pack.at[e] = total[e];
+        *reinterpret_cast<Pack<float, kPack>*>(static_cast<float*>(target.data) + offset) = pack;
+      } else if (Traits::kColumns && which == 1) {
+        static_cast<Accum*>(target.data)[offset] = *total;
       } else {
-        *element_of<Element>(target, lane.batch, lane.start + c, lane.head, index) =
-            from_accum<Element>(total);
+        write_number(target.data, offset, p.dtype, *total);
       }
     }
   }
 }
 
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kMaxWarps * 32, 1)
-    simt_backward(const __grid_constant__ Params p,
-                  const __grid_constant__ Gradients grads,
+__global__ void __launch_bounds__(kBackwardWarps * 32, 1)
+    simt_backward(const __grid_constant__ BackwardArguments<int64_t> p,
                   const __grid_constant__ BackwardLaunch launch) {
-  backward_tile<Traits>(p, grads, launch, launch.tile + blockIdx.z);
+  backward_tile<Traits>(p, launch, launch.tile + blockIdx.z);
 }
 
 // Both kinds of blocks side by side, for small problems: one launch less.
 template <class Columns, class Rows>
-__global__ void __launch_bounds__(Columns::kMaxWarps * 32, 1)
-    simt_backward_both(const __grid_constant__ Params p,
-                       const __grid_constant__ Gradients grads,
-                       const __grid_constant__ BackwardLaunch launch) {
-  const int64_t column_tiles = (p.V + Columns::kTileOwned - 1) / Columns::kTileOwned;
-  const int64_t tile = launch.tile + blockIdx.z;
+__global__ void __launch_bounds__(kBackwardWarps * 32, 1)
+    simt_backward_both(const __grid_constant__ BackwardArguments<int32_t> p) {
+  const BackwardLaunch none;
+  const int column_tiles = (p.V + Columns::kTileOwned - 1) / Columns::kTileOwned;
+  const int tile = blockIdx.z;
   if (tile < column_tiles) {
-    backward_tile<Columns>(p, grads, launch, tile);
+    backward_tile<Columns>(p, none, tile);
   } else {
-    backward_tile<Rows>(p, grads, launch, tile - column_tiles);
+    backward_tile<Rows>(p, none, tile - column_tiles);
   }
 }
 
@@ -1418,11 +1568,39 @@ struct DoubleTraits {
 bool moves_in_packs(const Params& p, const Gradients& grads) {
   const int element = size_of(p.dtype);
   const int gate = size_of(p.gate_dtype);
+  const int pack = p.dtype == Dtype::kFloat64 ? 2 : 4;
   const auto fits = [&](const View<int64_t>& view, int64_t channels, int size) {
-    return view.data == nullptr || moves_in_packs(view, p, channels, 16 / size, size);
+    return view.data == nullptr || moves_in_packs(view, p, channels, pack, size);
   };
   return fits(p.q, p.K, element) && fits(p.k, p.K, element) && fits(p.v, p.V, element) &&
          fits(p.gate, p.V, gate) && fits(grads.dy, p.V, element);
+}
+
+template <typename Index>
+BackwardArguments<Index> backward_arguments(const Params& p, const Gradients& grads) {
+  BackwardArguments<Index> to;
+  to.k = convert<Index>(p.k);
+  to.v = convert<Index>(p.v);
+  to.gate = convert<Index>(p.gate);
+  to.q = convert<Index>(p.q);
+  to.dy = convert<Index>(grads.dy);
+  to.T = static_cast<Index>(p.T);
+  to.H = static_cast<Index>(p.H);
+  to.K = static_cast<Index>(p.K);
+  to.V = static_cast<Index>(p.V);
+  to.log_gate = p.log_gate;
+  to.packed = moves_in_packs(p, grads);
+  to.dtype = p.dtype;
+  to.gate_dtype = p.gate_dtype;
+  to.scale = p.scale;
+  to.initial_state = convert<Index>(p.initial_state);
+  to.dfinal_state = convert<Index>(grads.dfinal_state);
+  to.dv = convert<Index>(grads.dv);
+  to.dgate = convert<Index>(grads.dgate);
+  to.dq = convert<Index>(grads.dq);
+  to.dk = convert<Index>(grads.dk);
+  to.dinitial_state = convert<Index>(grads.dinitial_state);
+  return to;
 }
 
 // The part of a problem that owns or sums `count` columns from `column` on.
@@ -1436,7 +1614,7 @@ Params slice_columns(Params p, int64_t column, int64_t count) {
 int64_t backward_sweep_steps(const Params& p) {
   int64_t longest = 64;
   if (p.dtype == Dtype::kFloat64) longest = 32;
-  if (p.dtype == Dtype::kFloat32 && std::max(p.K, p.V) <= 32) longest = 128;
+  if (p.dtype != Dtype::kFloat64 && std::max(p.K, p.V) <= 32) longest = 128;
   return std::min(longest, (p.T + 15) / 16 * 16);
 }
 
@@ -1451,19 +1629,30 @@ int64_t owned_tiles(const Params& p) {
   return (owned + Traits::kTileOwned - 1) / Traits::kTileOwned;
 }
 
+template <class Traits>
+int backward_warps(int64_t sweep_steps) {
+  return static_cast<int>(sweep_steps / (Traits::kTimeGroups * Traits::kSteps));
+}
+
+// Bytes of shared memory of a block.
+template <class Traits>
+int backward_shared(int warps) {
+  const int words = warps * Traits::kTimeGroups * Traits::kWords * Traits::kStateLanes;
+  return words * sizeof(typename Traits::Accum);
+}
+
 template <class Traits, class Kernel>
-cudaError_t launch_blocks(Kernel kernel, int64_t tiles, const Params& p,
-                          const Gradients& grads, BackwardLaunch launch,
-                          cudaStream_t stream) {
-  const int warps = static_cast<int>(launch.sweep_steps / (Traits::kTimeGroups * Traits::kSteps));
-  const int words = warps * Traits::kTimeGroups * Traits::kMostWords * Traits::kStateLanes;
+cudaError_t launch_blocks(Kernel kernel, const Params& p, const Gradients& grads,
+                          BackwardLaunch launch, cudaStream_t stream) {
+  const int warps = backward_warps<Traits>(launch.sweep_steps);
+  const int64_t tiles = owned_tiles<Traits>(p);
+  const BackwardArguments<int64_t> arguments = backward_arguments<int64_t>(p, grads);
   if (p.H * launch.sweeps > kMaxGridX) return cudaErrorInvalidConfiguration;
   for (launch.batch = 0; launch.batch < p.B; launch.batch += kMaxGridYZ) {
     for (launch.tile = 0; launch.tile < tiles; launch.tile += kMaxGridYZ) {
       const dim3 grid(p.H * launch.sweeps, std::min(p.B - launch.batch, kMaxGridYZ),
                       std::min(tiles - launch.tile, kMaxGridYZ));
-      kernel<<<grid, warps * 32, words * sizeof(typename Traits::Accum), stream>>>(p, grads,
-                                                                                   launch);
+      kernel<<<grid, warps * 32, backward_shared<Traits>(warps), stream>>>(arguments, launch);
       const cudaError_t error = cudaGetLastError();
       if (error != cudaSuccess) return error;
     }
@@ -1471,17 +1660,44 @@ cudaError_t launch_blocks(Kernel kernel, int64_t tiles, const Params& p,
   return cudaSuccess;
 }
 
-template <typename Element, typename Accum>
+// Does the kernel with both kinds of blocks take a problem of K, V <= 32?
+bool is_small(const Params& p, const Gradients& grads, const BackwardLaunch& launch) {
+  const auto fits = [&](const View<int64_t>& view, int64_t channels) {
+    return view.data == nullptr || moves_in_packs(view, p, channels, 4, 4);
+  };
+  return p.dtype == Dtype::kFloat32 && launch.sweeps == 1 && p.B <= kMaxGridYZ &&
+         p.H <= kMaxGridX && moves_in_packs(p, grads) && fits(grads.dv, p.V) &&
+         fits(grads.dgate, p.V) && fits(grads.dq, p.K) && fits(grads.dk, p.K) &&
+         fits_index(p.initial_state) && fits_index(grads.dfinal_state) &&
+         fits_index(grads.dinitial_state);
+}
+
+template <class Columns, class Rows>
+cudaError_t launch_both(const Params& p, const Gradients& grads, int64_t sweep_steps,
+                        cudaStream_t stream) {
+  const int warps = backward_warps<Columns>(sweep_steps);
+  const dim3 grid(p.H, p.B, owned_tiles<Columns>(p) + owned_tiles<Rows>(p));
+  const int shared = std::max(backward_shared<Columns>(warps), backward_shared<Rows>(warps));
+  simt_backward_both<Columns, Rows>
+      <<<grid, warps * 32, shared, stream>>>(backward_arguments<int32_t>(p, grads));
+  return cudaGetLastError();
+}
+
+template <typename Accum>
 struct BackwardKernels {
-  // As many steps a lane as registers hold.
-  static constexpr int kFewer = sizeof(Element) == 4 ? 8 : 4;
-  static constexpr int kSteps = sizeof(Element) == 8 ? 4 : 8;
+  // As many steps a lane as registers hold. double has Tile64 alone.
+  static constexpr int kSteps = sizeof(Accum) == 8 ? 4 : 8;
   template <Own kOwn>
-  using Tile32 = BackwardTraits<Element, Accum, kOwn, 8, 4, 2, 1, kFewer, 8>;
+  using Tile32 = BackwardTraits<Accum, kOwn, false, 8, 4, 2, 1, kSteps>;
   template <Own kOwn>
-  using Tile64 = BackwardTraits<Element, Accum, kOwn, 16, 4, 1, 1, kSteps, 8>;
+  using Tile64 = BackwardTraits<Accum, kOwn, false, 16, 4, 1, 1, kSteps>;
   template <Own kOwn>
-  using Tile128 = BackwardTraits<Element, Accum, kOwn, 32, 4, 1, 1, kSteps, 8>;
+  using Tile128 = BackwardTraits<Accum, kOwn, false, 32, 4, 1, 1, kSteps>;
+  // At B * H = 8 and K = V = 24 the small kernel is 96 blocks, one for each of 132 processors.
+  template <Own kOwn>
+  using Small24 = BackwardTraits<float, kOwn, true, 8, 3, 2, 2, 8>;
+  template <Own kOwn>
+  using Small32 = BackwardTraits<float, kOwn, true, 8, 4, 2, 1, 8>;
 
   // One launch: the summed axis fits a tile.
   template <Own kOwn>
@@ -1489,12 +1705,11 @@ struct BackwardKernels {
                                  const BackwardLaunch& launch, bool summarize,
                                  cudaStream_t stream) {
     const int64_t summed = kOwn == Own::kColumns ? p.K : p.V;
-    if (summed <= 32) return launch_kind<Tile32<kOwn>>(p, grads, launch, summarize, stream);
-    if (summed <= 64) return launch_kind<Tile64<kOwn>>(p, grads, launch, summarize, stream);
-    if constexpr (sizeof(Element) < 8) {
-      return launch_kind<Tile128<kOwn>>(p, grads, launch, summarize, stream);
+    if constexpr (sizeof(Accum) == 4) {
+      if (summed <= 32) return launch_kind<Tile32<kOwn>>(p, grads, launch, summarize, stream);
+      if (summed > 64) return launch_kind<Tile128<kOwn>>(p, grads, launch, summarize, stream);
     }
-    return cudaErrorInvalidValue;  // not reached: slices have at most max_rows
+    return launch_kind<Tile64<kOwn>>(p, grads, launch, summarize, stream);
   }
 
   template <class Traits>
@@ -1503,18 +1718,16 @@ struct BackwardKernels {
                                  cudaStream_t stream) {
     if constexpr (Traits::kColumns) {
       if (summarize) {
-        return launch_blocks<Traits>(simt_summarize_sweeps<Traits>, owned_tiles<Traits>(p), p,
-                                     grads, launch, stream);
+        return launch_blocks<Traits>(simt_summarize_sweeps<Traits>, p, grads, launch, stream);
       }
     }
-    return launch_blocks<Traits>(simt_backward<Traits>, owned_tiles<Traits>(p), p, grads, launch,
-                                 stream);
+    return launch_blocks<Traits>(simt_backward<Traits>, p, grads, launch, stream);
   }
 
   // Slices of the summed axis, one after the other.
   template <Own kOwn>
-  static cudaError_t launch_all(const Params& p, const Gradients& grads,
-                                BackwardLaunch launch, bool summarize, cudaStream_t stream) {
+  static cudaError_t launch_all(const Params& p, const Gradients& grads, BackwardLaunch launch,
+                                bool summarize, cudaStream_t stream) {
     const int accum = sizeof(Accum);
     const int element = size_of(p.dtype);
     const int64_t all = kOwn == Own::kColumns ? p.K : p.V;
@@ -1543,26 +1756,28 @@ struct BackwardKernels {
 
   static cudaError_t launch(const Params& p, const Gradients& grads, BackwardLaunch launch,
                             cudaStream_t stream) {
+    const bool columns = grads.dv.data != nullptr || grads.dgate.data != nullptr ||
+                         grads.dinitial_state.data != nullptr;
+    const bool rows = grads.dq.data != nullptr || grads.dk.data != nullptr;
+    const int64_t most = std::max(p.K, p.V);
+    if constexpr (sizeof(Accum) == 4) {
+      if (columns && rows && most <= 32 && is_small(p, grads, launch)) {
+        if (most <= 24)
+          return launch_both<Small24<Own::kColumns>, Small24<Own::kRows>>(
+              p, grads, launch.sweep_steps, stream);
+        return launch_both<Small32<Own::kColumns>, Small32<Own::kRows>>(p, grads,
+                                                                        launch.sweep_steps, stream);
+      }
+    }
     cudaError_t error = cudaSuccess;
     if (launch.sweeps > 1) {
       error = launch_all<Own::kColumns>(p, grads, launch, true, stream);
       if (error != cudaSuccess) return error;
       const int64_t threads = p.B * p.H * p.K * p.V;
-      chain_sweeps<Accum><<<(threads + 127) / 128, 128, 0, stream>>>(p, grads, launch);
+      chain_sweeps<Accum><<<(threads + 127) / 128, 128, 0, stream>>>(
+          backward_arguments<int64_t>(p, grads), launch, p.B * p.H);
       error = cudaGetLastError();
       if (error != cudaSuccess) return error;
-    }
-    const bool columns = grads.dv.data != nullptr || grads.dgate.data != nullptr ||
-                         grads.dinitial_state.data != nullptr;
-    const bool rows = grads.dq.data != nullptr || grads.dk.data != nullptr;
-    if constexpr (sizeof(Accum) == 4) {
-      if (columns && rows && std::max(p.K, p.V) <= 32) {
-        using Columns = Tile32<Own::kColumns>;
-        using Rows = Tile32<Own::kRows>;
-        const int64_t tiles = owned_tiles<Columns>(p) + owned_tiles<Rows>(p);
-        return launch_blocks<Columns>(simt_backward_both<Columns, Rows>, tiles, p, grads, launch,
-                                      stream);
-      }
     }
     if (columns) error = launch_all<Own::kColumns>(p, grads, launch, false, stream);
     if (rows && error == cudaSuccess) {
@@ -1648,7 +1863,6 @@ cudaError_t launch_backward(const Params& p, const Gradients& grads, void* scrat
   BackwardLaunch launch;
   launch.sweeps = backward_sweeps(p);
   launch.sweep_steps = backward_sweep_steps(p);
-  launch.packed = moves_in_packs(p, grads);
   launch.states = place(at.states);
   launch.flows = place(at.flows);
   launch.decays = place(at.decays);
@@ -1658,17 +1872,8 @@ cudaError_t launch_backward(const Params& p, const Gradients& grads, void* scrat
     launch.partial[which] = partial(at.columns[which], p.V);
     launch.partial[which + 2] = partial(at.rows[which], p.K);
   }
-  switch (p.dtype) {
-    case Dtype::kFloat32:
-      return BackwardKernels<float, float>::launch(p, grads, launch, stream);
-    case Dtype::kFloat16:
-      return BackwardKernels<__half, float>::launch(p, grads, launch, stream);
-    case Dtype::kBFloat16:
-      return BackwardKernels<__nv_bfloat16, float>::launch(p, grads, launch, stream);
-    case Dtype::kFloat64:
-      return BackwardKernels<double, double>::launch(p, grads, launch, stream);
-  }
-  return cudaErrorInvalidValue;
+  if (p.dtype == Dtype::kFloat64) return BackwardKernels<double>::launch(p, grads, launch, stream);
+  return BackwardKernels<float>::launch(p, grads, launch, stream);
 }
 
 }  // namespace gated_delta
@@ -1701,9 +1906,12 @@ CPP_SOURCE = SHARED_SOURCE + r"""
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <initializer_list>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace gated_delta {
@@ -2372,8 +2580,10 @@ std::array<Tensor, 5> backward(const Inputs& in, const std::optional<Tensor>& dy
   }
 #ifdef GATED_DELTA_WITH_CUDA
   else {
-    const Tensor scratch = allocate({backward_scratch_bytes(p)}, at::kByte, device);
-    C10_CUDA_CHECK(launch_backward(p, grads, scratch.mutable_data_ptr(),
+    const int64_t bytes = backward_scratch_bytes(p);
+    Tensor scratch;
+    if (bytes > 0) scratch = allocate({bytes}, at::kByte, device);
+    C10_CUDA_CHECK(launch_backward(p, grads, bytes > 0 ? scratch.mutable_data_ptr() : nullptr,
                                    c10::cuda::getCurrentCUDAStream(device.index())));
   }
 #endif
@@ -2384,7 +2594,8 @@ std::array<Tensor, 5> backward(const Inputs& in, const std::optional<Tensor>& dy
     }
     result[3] = result[3].sum(axes, /*keepdim=*/true);
   }
-  if (result[3].defined()) result[3] = result[3].to(in.gate.scalar_type());
+  if (result[3].defined() && result[3].scalar_type() != in.gate.scalar_type())
+    result[3] = result[3].to(in.gate.scalar_type());
   return result;
 }
 
@@ -2430,6 +2641,25 @@ const auto& registered_backward() {
 
 // ========================================= Autograd ===========================================
 
+// Would the dispatcher lead straight to a kernel of ours, past at most autograd? No tracing,
+// autocast, functorch transform, dispatch mode or subclass has a stake in the tensor.
+bool plain(const Tensor& tensor) {
+  using c10::DispatchKey;
+  const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
+  c10::DispatchKeySet keys = (tensor.key_set() | local.included_) - local.excluded_;
+  c10::DispatchKeySet ordinary({DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::AutogradCPU,
+                                DispatchKey::AutogradCUDA, DispatchKey::ADInplaceOrView,
+                                DispatchKey::BackendSelect});
+  return (keys.raw_repr() & ~ordinary.raw_repr()) == 0;
+}
+
+// Likewise for a whole call, which no profiler watches either.
+bool goes_straight(std::initializer_list<const Tensor*> tensors) {
+  bool straight = !at::hasCallbacks();
+  for (const Tensor* each : tensors) straight = straight && (!each->defined() || plain(*each));
+  return straight;
+}
+
 void refuse_tangent(const Tensor& tensor, const char* name) {
   if (!tensor.defined() || !tensor._fw_grad(0).defined()) return;
   C10_THROW_ERROR(NotImplementedError, std::string("gated_delta: `") + name +
@@ -2447,12 +2677,19 @@ class ForwardFunction : public torch::autograd::Function<ForwardFunction> {
                                                 double scale, bool output_final_state,
                                                 bool log_gate) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const Tensor state = initial_state.value_or(Tensor());
+    ctx->save_for_backward({q, k, v, gate, state});
+    if (scale != 1) ctx->saved_data["scale"] = scale;
+    if (log_gate) ctx->saved_data["log_gate"] = true;
+    ctx->set_materialize_grads(false);
+    if (goes_straight({&q, &k, &v, &gate, &state})) {
+      auto [y, final_state] =
+          gated_delta::forward({q, k, v, gate, initial_state, scale, output_final_state, log_gate});
+      if (!output_final_state) return {y};
+      return {y, final_state};
+    }
     auto [y, final_state] = registered_forward().call(q, k, v, gate, initial_state, scale,
                                                       output_final_state, log_gate);
-    ctx->save_for_backward({q, k, v, gate, initial_state.value_or(Tensor())});
-    ctx->saved_data["scale"] = scale;
-    ctx->saved_data["log_gate"] = log_gate;
-    ctx->set_materialize_grads(false);
     if (!output_final_state) ctx->mark_non_differentiable({final_state});
     return {y, final_state};
   }
@@ -2463,19 +2700,32 @@ class ForwardFunction : public torch::autograd::Function<ForwardFunction> {
     const auto optional = [](const Tensor& tensor) {
       return tensor.defined() ? std::optional<Tensor>(tensor) : std::nullopt;
     };
+    const std::optional<Tensor> initial_state = optional(saved[4]);
+    const std::optional<Tensor> dy = optional(gradients[0]);
+    const std::optional<Tensor> dfinal_state =
+        gradients.size() > 1 ? optional(gradients[1]) : std::nullopt;
+    const auto scale_at = ctx->saved_data.find("scale");
+    const double scale = scale_at == ctx->saved_data.end() ? 1 : scale_at->second.toDouble();
+    const bool log_gate = ctx->saved_data.find("log_gate") != ctx->saved_data.end();
     Needed needed;
     for (size_t n = 0; n < 5; ++n) needed[n] = saved[n].defined() && ctx->needs_input_grad(n);
-    const auto computed = registered_backward().call(
-        saved[0], saved[1], saved[2], saved[3], optional(saved[4]), optional(gradients[0]),
-        optional(gradients[1]), ctx->saved_data["scale"].toDouble(),
-        ctx->saved_data["log_gate"].toBool(), needed);
-    torch::autograd::variable_list result = {std::get<0>(computed), std::get<1>(computed),
-                                             std::get<2>(computed), std::get<3>(computed),
-                                             std::get<4>(computed)};
-    for (size_t n = 0; n < 5; ++n) {
-      if (!needed[n]) result[n] = Tensor();
+    torch::autograd::variable_list result(8);
+    const auto keep = [&](auto&&... computed) {
+      size_t n = 0;
+      ((needed[n] ? void(result[n] = std::move(computed)) : void(), ++n), ...);
+    };
+    const Tensor none;
+    if (!at::GradMode::is_enabled() &&
+        goes_straight({&saved[0], &saved[1], &saved[2], &saved[3], &saved[4], dy ? &*dy : &none,
+                       dfinal_state ? &*dfinal_state : &none})) {
+      std::apply(keep, gated_delta::backward({saved[0], saved[1], saved[2], saved[3], initial_state,
+                                              scale, false, log_gate},
+                                             dy, dfinal_state, needed));
+    } else {
+      std::apply(keep,
+                 registered_backward().call(saved[0], saved[1], saved[2], saved[3], initial_state,
+                                            dy, dfinal_state, scale, log_gate, needed));
     }
-    result.resize(8);
     return result;
   }
 };
@@ -2491,6 +2741,7 @@ std::tuple<Tensor, Tensor> forward_autograd(const Tensor& q, const Tensor& k, co
   refuse_tangent(initial_state.value_or(Tensor()), "initial_state");
   const auto result =
       ForwardFunction::apply(q, k, v, gate, initial_state, scale, output_final_state, log_gate);
+  if (result.size() == 1) return {result[0], allocate({0}, state_type(q), q.device())};
   return {result[0], result[1]};
 }
 
@@ -2564,15 +2815,17 @@ GATED_DELTA_LIBRARY_IMPL(TORCH_EXTENSION_NAME, AutocastCUDA, m) {
 // a stake in the call: plain tensors, no tracing, autocast, functorch transform, dispatch mode,
 // tangent or profiler. Otherwise it returns NotImplemented, and Python takes the road.
 
-bool plain(const Tensor& tensor) {
-  using c10::DispatchKey;
-  const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
-  c10::DispatchKeySet keys = (tensor.key_set() | local.included_) - local.excluded_;
-  c10::DispatchKeySet ordinary({DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::AutogradCPU,
-                                DispatchKey::AutogradCUDA, DispatchKey::ADInplaceOrView,
-                                DispatchKey::BackendSelect});
-  return (keys.raw_repr() & ~ordinary.raw_repr()) == 0;
-}
+// Releases the interpreter for a scope; pybind11's own looks up its internals each time.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() { PyEval_RestoreThread(state_); }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
 
 PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
@@ -2607,7 +2860,7 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
                   arguments[7] == Py_True};
   std::pair<Tensor, Tensor> result;
   {
-    pybind11::gil_scoped_release no_gil;
+    const WithoutGil without_gil;
     if (records) {
       auto outputs = ForwardFunction::apply(in.q, in.k, in.v, in.gate, in.initial_state, in.scale,
                                             in.output_final_state, in.log_gate);
