@@ -72,6 +72,7 @@ struct Arguments {
   double scale = 1.0;
   View<Index> initial_state;  // data is null for a zero state
   View<Index> final_state;    // data is null when it isn't asked for
+  void* scratch = nullptr;    // forward_scratch_bytes(p) of it
   View<Index> partial;  // (B, T, H, V) sums in the state's type, needed when K > max_rows(dtype)
 };
 using Params = Arguments<int64_t>;
@@ -645,6 +646,1450 @@ __global__ void __launch_bounds__(Traits::kMaxWarps * 32)
       }
     }
   }
+}
+
+// ============================== PTX in small named functions ==================================
+
+// Address of an object in shared memory, as PTX counts it.
+__device__ __forceinline__ uint32_t shared_address(const void* object) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(object));
+}
+
+// The object at such an address.
+__device__ __forceinline__ void* shared_pointer(uint32_t address) {
+  return __cvta_shared_to_generic(address);
+}
+
+// Starts a copy of 16 bytes from global to shared memory; zeros arrive if `exists` is false, and
+// nothing is read.
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool exists) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(exists ? 16 : 0)
+               : "memory");
+}
+
+// Closes a group of copies.
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most kPending of this thread's groups are still under way.
+template <int kPending>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit elements; lanes 8n ... 8n + 7 name the rows of matrix n. Lane l
+// gets elements 2 (l % 4), 2 (l % 4) + 1 of row l / 4 of each.
+__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address)
+               : "memory");
+}
+
+// The same of the transposed matrices: rows 2 (l % 4), 2 (l % 4) + 1 of column l / 4.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&to)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address)
+               : "memory");
+}
+
+// The way back.
+__device__ __forceinline__ void store_matrices_transposed(uint32_t address,
+                                                          const uint32_t (&from)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
+      : "memory");
+}
+
+// c += a b with a (16, 16), b (16, 8), c (16, 8). Lane l holds of c rows l / 4 and l / 4 + 8,
+// columns 2 (l % 4) and + 1.
+template <typename Element>
+__device__ __forceinline__ void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                            uint32_t b1);
+template <>
+__device__ __forceinline__ void mma_16x8x16<__nv_bfloat16>(float (&c)[4], const uint32_t (&a)[4],
+                                                           uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void mma_16x8x16<__half>(float (&c)[4], const uint32_t (&a)[4],
+                                                    uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The same with a (16, 8), b (8, 8).
+template <typename Element>
+__device__ __forceinline__ void mma_16x8x8(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b);
+template <>
+__device__ __forceinline__ void mma_16x8x8<__nv_bfloat16>(float (&c)[4], uint32_t a0, uint32_t a1,
+                                                          uint32_t b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(b));
+}
+template <>
+__device__ __forceinline__ void mma_16x8x8<__half>(float (&c)[4], uint32_t a0, uint32_t a1,
+                                                   uint32_t b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(b));
+}
+
+// The same with float32 operands, of which the tensor core sees the upper 19 bits (TF32). Lane l
+// holds of a rows l / 4 (+ 8), columns l % 4 (a[0], a[1]) and l % 4 + 4 (a[2], a[3]); of b rows
+// l % 4 and l % 4 + 4 of column l / 4.
+__device__ __forceinline__ void mma_16x8x8_tf32(float (&c)[4], const float (&a)[4], float b0,
+                                                float b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
+        "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
+
+// ---- Hopper: products of a warpgroup (four warps) that run on their own until waited for.
+
+// What this thread wrote to shared memory so far becomes visible to them.
+__device__ __forceinline__ void fence_for_wgmma() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// To be called before the first product, and after registers of one were written.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+// Keeps the compiler from using registers otherwise up to here, or reading them before.
+__device__ __forceinline__ void wgmma_hold(uint32_t (&a)[4]) {
+  asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");
+}
+__device__ __forceinline__ void wgmma_hold(float (&d)[4]) {
+  asm volatile("" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])::"memory");
+}
+
+// Describes a matrix in shared memory whose 16-byte chunks are permuted within 128 bytes: groups of
+// 8 rows of 128 bytes lie 1024 bytes apart, and panels of 64 elements `panel` bytes.
+__device__ __forceinline__ uint64_t wgmma_matrix(uint32_t address, uint32_t panel) {
+  return (uint64_t{1} << 62) | (uint64_t{1024 / 16} << 32) |
+         (static_cast<uint64_t>(panel / 16) << 16) | ((address & 0x3ffff) / 16);
+}
+
+// d = a b, or d += a b if `add`: a (64, 16), a warp's 16 rows as for mma_16x8x16; b (16, n) a matrix
+// in shared memory with its 16 elements in a row, or kTransposed, with its n elements in a row.
+template <typename Element, bool kTransposed>
+__device__ __forceinline__ void wgmma_64x16(float (&d)[4][4], const uint32_t (&a)[4], uint64_t b,
+                                            int add) {
+  if constexpr (std::is_same_v<Element, __half>) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %21, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+        "{%16, %17, %18, %19}, %20, add, 1, 1, %22;\n}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
+          "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+          "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(kTransposed));
+  } else {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %21, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+        "{%16, %17, %18, %19}, %20, add, 1, 1, %22;\n}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
+          "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+          "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(kTransposed));
+  }
+}
+template <typename Element, bool kTransposed>
+__device__ __forceinline__ void wgmma_64x16(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b,
+                                            int add) {
+  if constexpr (std::is_same_v<Element, __half>) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+        "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "{%32, %33, %34, %35}, %36, add, 1, 1, %38;\n}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
+          "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+          "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]),
+          "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+          "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]),
+          "+f"(d[7][2]), "+f"(d[7][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(kTransposed));
+  } else {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+        "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "{%32, %33, %34, %35}, %36, add, 1, 1, %38;\n}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
+          "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+          "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]),
+          "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+          "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]),
+          "+f"(d[7][2]), "+f"(d[7][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(kTransposed));
+  }
+}
+template <typename Element, bool kTransposed>
+__device__ __forceinline__ void wgmma_64x16(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b,
+                                            int add) {
+  if constexpr (std::is_same_v<Element, __half>) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+        "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
+        "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "
+        "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        "{%64, %65, %66, %67}, %68, add, 1, 1, %70;\n}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
+          "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+          "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]),
+          "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+          "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]),
+          "+f"(d[7][2]), "+f"(d[7][3]), "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]),
+          "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]), "+f"(d[10][0]),
+          "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]), "+f"(d[11][0]), "+f"(d[11][1]),
+          "+f"(d[11][2]), "+f"(d[11][3]), "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]),
+          "+f"(d[12][3]), "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]),
+          "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]), "+f"(d[15][0]),
+          "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(kTransposed));
+  } else {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+        "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
+        "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "
+        "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        "{%64, %65, %66, %67}, %68, add, 1, 1, %70;\n}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
+          "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+          "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]),
+          "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+          "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]),
+          "+f"(d[7][2]), "+f"(d[7][3]), "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]),
+          "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]), "+f"(d[10][0]),
+          "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]), "+f"(d[11][0]), "+f"(d[11][1]),
+          "+f"(d[11][2]), "+f"(d[11][3]), "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]),
+          "+f"(d[12][3]), "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]),
+          "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]), "+f"(d[15][0]),
+          "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(kTransposed));
+  }
+}
+// The same with a in shared memory too; both with their 16 elements in a row.
+template <typename Element>
+__device__ __forceinline__ void wgmma_64x16(float (&d)[4][4], uint64_t a, uint64_t b, int add) {
+  if constexpr (std::is_same_v<Element, __half>) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+        "%16, %17, add, 1, 1, 0, 0;\n}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
+          "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+          "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+        : "l"(a), "l"(b), "r"(add));
+  } else {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+        "%16, %17, add, 1, 1, 0, 0;\n}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
+          "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+          "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+        : "l"(a), "l"(b), "r"(add));
+  }
+}
+
+// ==================================== Tensor-core forward =====================================
+//
+// For long sequences. A block walks over the steps of one (batch, head), or a segment of them, in
+// chunks of kTiles tiles of 16 steps; each of its warps owns 16 columns and keeps their part of the
+// state as accumulators. With G_t the product of gates from the chunk's first step to t and w a
+// value carried forward to the end of a stretch by the gates after it,
+//
+//   y_t[j]      = G_t[j] (q_t . S_before[:, j]) + sum_{s <= t} (q_t . k_s) v_s[j] gates s+1 .. t
+//   S_after[:,j] = G_end[j] S_before[:, j] + sum_s k_s w_s[j]
+//
+// The triangular sum runs on tensor cores as well, exact for every gate. Of two steps s < t in a
+// tile, the highest bit in which they differ names a level: s lies in the first half of a block of
+// 2, 4, 8 or 16 steps and t in the second, and the gates between them are a suffix of the first half
+// (which carries v_s to its end) times a prefix of the second. So each level is one product,
+// P = q k^T masked to the level, times values carried that far; P itself doesn't depend on j.
+//
+// Everything is transposed: y^T = S^T q^T, S^T += w^T k. Then values, gates, outputs and the state
+// share one layout of registers: a lane has columns `group` and `group + 8` of the warp's 16, and of
+// a tile's 16 steps the four from 4 * quad on; and S^T is at once an accumulator and, packed, the
+// left operand of S^T q^T. The tensor core's places 2 quad, 2 quad + 1, 2 quad + 8, 2 quad + 9 ("slots")
+// hold steps 4 quad ... 4 quad + 3: rows of shared memory are in the order of slots.
+//
+// float32 operands are split in two TF32 parts and three products are summed; no accumulator of
+// a tensor core, which truncates, outlives one short sum.
+
+// Steps x channels in shared memory, in chunks of 16 bytes; chunks are permuted within a row so that
+// no access below finds two rows in one bank. Channels beyond kPanel lie in further panels.
+template <typename T, int kPanel, int kSteps>
+struct SharedTile {
+  static constexpr int kRowBytes = kPanel * sizeof(T);
+  static constexpr int kChunks = kRowBytes / 16;
+  static constexpr int kPanelBytes = kSteps * kRowBytes;
+
+  static __device__ __forceinline__ uint32_t offset(int slot, int chunk) {
+    int permuted = chunk ^ (slot & 7);
+    if (sizeof(T) == 4) permuted = chunk ^ (slot & 6) ^ (slot << 2 & 4);
+    if (kChunks == 4) permuted = chunk ^ (slot >> 1 & 3);
+    return slot * kRowBytes + permuted * 16;
+  }
+  // Of one element; sizeof(T) == 4.
+  static __device__ __forceinline__ uint32_t element(int slot, int channel) {
+    return offset(slot, channel / 4) + channel % 4 * 4;
+  }
+};
+
+template <typename Element_, typename Gate_, int kRows_, int kWarps_, int kTiles_, int kBlocks_>
+struct TensorTraits {
+  using Element = Element_;
+  using Gate = Gate_;
+  static constexpr int kRows = kRows_;      // of the state; K is padded with zeros
+  static constexpr int kWarps = kWarps_;    // 16 columns each
+  static constexpr int kTiles = kTiles_;    // of 16 steps in a chunk: 1 or 2
+  static constexpr int kBlocks = kBlocks_;  // that shall fit on a multiprocessor
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kColumns = 16 * kWarps;
+  static constexpr int kSteps = 16 * kTiles;
+  static constexpr bool kFloat = std::is_same_v<Element, float>;
+  static constexpr bool kEarly = !kFloat && kRows <= 64;  // read gates long before their use
+  // Rows of q and k lie in panels of 128 bytes, as wgmma wants them; float32 ones in one piece.
+  static constexpr int kPanel = kFloat || kRows < 64 ? kRows : 64;
+  static constexpr bool kWgmma = !kFloat && (kRows == 64 || kRows == 128) && kWarps % 4 == 0;
+  using RowTile = SharedTile<Element, kPanel, kSteps>;
+  using ColumnTile = SharedTile<Element, kColumns, kSteps>;
+  using GateTile = SharedTile<Gate, kColumns, kSteps>;
+  // Shared memory: stages of q, k, v and gate, and P of two chunks, in blocks of 16 x 16.
+  static constexpr int kRowTile = 16 * RowTile::kRowBytes;
+  static constexpr int kRowOperand = kSteps * kRows * sizeof(Element);
+  static constexpr int kColumnTile = 16 * kColumns * sizeof(Element);
+  static constexpr int kGateTile = 16 * kColumns * sizeof(Gate);
+  static constexpr int kStageBytes = 2 * kRowOperand + kTiles * (kColumnTile + kGateTile);
+  static constexpr int kProducts = kTiles * kTiles;
+  static constexpr int kProductBytes = 16 * 16 * sizeof(Element);
+  static constexpr int kOtherBytes = 2 * kProducts * kProductBytes;
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define GATED_DELTA_WGMMA
+#endif
+
+struct TensorLaunch {
+  int64_t segments = 1;       // of time, one block each
+  int64_t segment_steps = 0;  // a multiple of kSteps
+  int64_t tiles = 1;          // of columns
+  int stages = 0;             // chunks in shared memory
+  float scale = 1;
+  float* states = nullptr;  // (B, H, segments, K, V), as in the backward
+  float* decays = nullptr;  // (B, H, segments, V)
+};
+
+// ---- Operands.
+
+// Two neighbours along the axis that a product sums over, ready for the tensor core.
+template <typename Element>
+struct Operand {
+  uint32_t bits;
+};
+template <>
+struct Operand<float> {
+  float high[2];
+  float low[2];
+};
+
+template <typename Element>
+__device__ __forceinline__ Operand<Element> make_operand(float first, float second) {
+  if constexpr (std::is_same_v<Element, float>) {
+    Operand<float> result;
+    result.high[0] = __uint_as_float(__float_as_uint(first) & 0xffffe000u);
+    result.high[1] = __uint_as_float(__float_as_uint(second) & 0xffffe000u);
+    result.low[0] = first - result.high[0];
+    result.low[1] = second - result.high[1];
+    return result;
+  } else if constexpr (std::is_same_v<Element, __half>) {
+    const __half2 pair = __floats2half2_rn(first, second);
+    return {*reinterpret_cast<const uint32_t*>(&pair)};
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+    return {*reinterpret_cast<const uint32_t*>(&pair)};
+  }
+}
+
+template <typename Element>
+__device__ __forceinline__ float2 unpack(uint32_t bits) {
+  if constexpr (std::is_same_v<Element, __half>) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&bits));
+  } else {
+    return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));
+  }
+}
+
+// Which elements of an operand a level keeps.
+template <typename Element>
+struct Mask {
+  uint32_t bits;
+  __device__ __forceinline__ Mask(bool first, bool second)
+      : bits((first ? 0xffffu : 0) | (second ? 0xffff0000u : 0)) {}
+  __device__ __forceinline__ Operand<Element> of(Operand<Element> x) const {
+    return {x.bits & bits};
+  }
+};
+template <>
+struct Mask<float> {
+  uint32_t bits[2];
+  __device__ __forceinline__ Mask(bool first, bool second)
+      : bits{first ? ~0u : 0, second ? ~0u : 0} {}
+  __device__ __forceinline__ Operand<float> of(Operand<float> x) const {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      x.high[e] = __uint_as_float(__float_as_uint(x.high[e]) & bits[e]);
+      x.low[e] = __uint_as_float(__float_as_uint(x.low[e]) & bits[e]);
+    }
+    return x;
+  }
+};
+
+// c += a b over 8 slots: a (16, 8) in two operands, b (8, 8) in one.
+template <typename Element>
+__device__ __forceinline__ void multiply_8(float (&c)[4], const Operand<Element>& a0,
+                                           const Operand<Element>& a1, const Operand<Element>& b) {
+  if constexpr (std::is_same_v<Element, float>) {
+    const float high[4] = {a0.high[0], a1.high[0], a0.high[1], a1.high[1]};
+    const float low[4] = {a0.low[0], a1.low[0], a0.low[1], a1.low[1]};
+    mma_16x8x8_tf32(c, low, b.high[0], b.high[1]);
+    mma_16x8x8_tf32(c, high, b.low[0], b.low[1]);
+    mma_16x8x8_tf32(c, high, b.high[0], b.high[1]);
+  } else {
+    mma_16x8x8<Element>(c, a0.bits, a1.bits, b.bits);
+  }
+}
+
+// c += a b over 16 slots: a (16, 16) in four operands, b (16, 8) in two.
+template <typename Element>
+__device__ __forceinline__ void multiply_16(float (&c)[4], const Operand<Element> (&a)[4],
+                                            const Operand<Element>& b0,
+                                            const Operand<Element>& b1) {
+  if constexpr (std::is_same_v<Element, float>) {
+    multiply_8(c, a[0], a[1], b0);
+    multiply_8(c, a[2], a[3], b1);
+  } else {
+    const uint32_t bits[4] = {a[0].bits, a[1].bits, a[2].bits, a[3].bits};
+    mma_16x8x16<Element>(c, bits, b0.bits, b1.bits);
+  }
+}
+
+// The same for two neighbours c at once: b (16, 16) in four operands. float32 sums join c outside
+// the tensor core.
+template <typename Element>
+__device__ __forceinline__ void multiply_16_add(float (&c0)[4], float (&c1)[4],
+                                                const Operand<Element> (&a)[4],
+                                                const Operand<Element> (&b)[4]) {
+  if constexpr (std::is_same_v<Element, float>) {
+    float part[2][4] = {};
+    multiply_16(part[0], a, b[0], b[1]);
+    multiply_16(part[1], a, b[2], b[3]);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      c0[c] += part[0][c];
+      c1[c] += part[1][c];
+    }
+  } else {
+    multiply_16(c0, a, b[0], b[1]);
+    multiply_16(c1, a, b[2], b[3]);
+  }
+}
+
+// Row of shared memory in which a step lies.
+__device__ __forceinline__ int slot_of(int step) {
+  return (step & ~15) | (step & 1) | (step >> 1 & 6) | (step << 2 & 8);
+}
+
+// Waits until at most `pending` of this thread's groups of copies are under way.
+__device__ __forceinline__ void wait_for_all_but(int pending) {
+  if (pending >= 2) {
+    wait_for_copies<2>();
+  } else {
+    wait_for_copies<0>();
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ T load_shared(uint32_t address) {
+  return *static_cast<const T*>(shared_pointer(address));
+}
+template <typename T>
+__device__ __forceinline__ void store_shared(uint32_t address, T value) {
+  *static_cast<T*>(shared_pointer(address)) = value;
+}
+
+// A thread's share of loading one operand: always the same chunk, of every kStride-th step.
+template <typename T, class Tile, int kChannels, int kSteps, int kThreads>
+struct TileLoader {
+  static constexpr int kElements = 16 / sizeof(T);
+  static constexpr int kChunks = kChannels / kElements;
+  static constexpr int kStride = kThreads / kChunks;
+  const View<int64_t>& view;
+  const char* from;
+  bool exists;
+
+  __device__ __forceinline__ TileLoader(const View<int64_t>& view, int64_t batch, int64_t start,
+                                        int64_t head, int64_t channel, int64_t channels)
+      : view(view) {
+    const int first = threadIdx.x % kChunks * kElements;
+    exists = channel + first < channels;
+    from = reinterpret_cast<const char*>(
+        element_of<const T>(view, batch, start + threadIdx.x / kChunks, head, channel + first));
+  }
+
+  // Starts the next kSteps steps on their way; those from `steps` on don't exist.
+  __device__ __forceinline__ void start(uint32_t tile, int steps) {
+    for_each_chunk(tile, steps, [](uint32_t to, const char* source, bool whole) {
+      copy_async(to, source, whole);
+    });
+  }
+
+  // The same of an operand that has one element for all channels.
+  __device__ __forceinline__ void spread(uint32_t tile, int steps) {
+    for_each_chunk(tile, steps, [](uint32_t to, const char* source, bool whole) {
+      Pack<T, kElements> copies = {};
+      if (whole) {
+        const T element = *reinterpret_cast<const T*>(source);
+#pragma unroll
+        for (int e = 0; e < kElements; ++e) copies.at[e] = element;
+      }
+      store_shared(to, copies);
+    });
+  }
+
+ private:
+  template <class Work>
+  __device__ __forceinline__ void for_each_chunk(uint32_t tile, int steps, const Work& work) {
+    const int64_t step_bytes = view.stride[1] * static_cast<int64_t>(sizeof(T));
+    const int chunk = threadIdx.x % kChunks;
+    const int first = threadIdx.x / kChunks;
+    const int whole_steps = exists ? steps - first : 0;
+    const uint32_t panel = tile + chunk / Tile::kChunks * Tile::kPanelBytes;
+    const uint32_t to = panel + Tile::offset(slot_of(first), chunk % Tile::kChunks);
+#pragma unroll
+    for (int n = 0; n < kSteps; n += kStride) {
+      if (kStride > kSteps && first >= kSteps) break;
+      // 16 steps on, the place in a row is the same.
+      const uint32_t at = kStride % 16 == 0
+                              ? to + n * Tile::kRowBytes
+                              : panel + Tile::offset(slot_of(n + first), chunk % Tile::kChunks);
+      work(at, from + n * step_bytes, n < whole_steps);
+    }
+    from += kSteps * step_bytes;
+  }
+};
+
+// ---- Reading tiles as operands.
+
+// Where a lane's elements lie within 16 slots of a tile of q or k.
+template <class Traits>
+struct RowFragments {
+  using Element = typename Traits::Element;
+  using Tile = typename Traits::RowTile;
+  using Elements = Operand<Element>;
+  uint32_t left;   // a lane's place for a left operand, or the transposed one
+  uint32_t right;  // for a right operand
+  uint32_t next;   // float32: of the next slot, transposed
+
+  __device__ __forceinline__ RowFragments() {
+    const int lane = threadIdx.x % 32;
+    const int group = lane / 4;
+    const int quad = lane % 4;
+    if constexpr (Traits::kFloat) {
+      right = Tile::element(group, 2 * quad);
+      left = Tile::element(2 * quad, group);
+      next = Tile::element(2 * quad + 1, group);
+    } else {
+      left = Tile::offset(lane % 16, lane / 16);
+      right = Tile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+      next = 0;
+    }
+  }
+
+  // The same place 16 kk rows on.
+  static __device__ __forceinline__ uint32_t at_rows(uint32_t address, int kk) {
+    constexpr int kBytes = 16 * sizeof(Element);
+    constexpr int kPerPanel = Tile::kRowBytes / kBytes;
+    return (address ^ (kk % kPerPanel * kBytes)) + kk / kPerPanel * Tile::kPanelBytes;
+  }
+
+  static __device__ __forceinline__ Elements pair_at(uint32_t address) {
+    const float2 pair = load_shared<float2>(address);
+    return make_operand<Element>(pair.x, pair.y);
+  }
+
+  // Slots 0 ... 15 and rows 16 kk ... 16 kk + 15 as left operand (slots, rows).
+  __device__ __forceinline__ void load_left(Elements (&to)[4], uint32_t tile, int kk) const {
+    if constexpr (Traits::kFloat) {
+      const uint32_t at = at_rows(tile + right, kk);
+      to[0] = pair_at(at);
+      to[1] = pair_at(at + 8 * Tile::kRowBytes);
+      to[2] = pair_at(at ^ 32);
+      to[3] = pair_at((at ^ 32) + 8 * Tile::kRowBytes);
+    } else {
+      uint32_t words[4];
+      load_matrices(words, at_rows(tile + left, kk));
+#pragma unroll
+      for (int n = 0; n < 4; ++n) to[n].bits = words[n];
+    }
+  }
+
+  // The same as right operand (rows, slots): to[0], to[1] for slots 0 ... 7, to[2], to[3] for the
+  // others.
+  __device__ __forceinline__ void load_right(Elements (&to)[4], uint32_t tile, int kk) const {
+    if constexpr (Traits::kFloat) {
+      const uint32_t at = at_rows(tile + right, kk);
+      to[0] = pair_at(at);
+      to[1] = pair_at(at ^ 32);
+      to[2] = pair_at(at + 8 * Tile::kRowBytes);
+      to[3] = pair_at((at ^ 32) + 8 * Tile::kRowBytes);
+    } else {
+      uint32_t words[4];
+      load_matrices(words, at_rows(tile + right, kk));
+#pragma unroll
+      for (int n = 0; n < 4; ++n) to[n].bits = words[n];
+    }
+  }
+
+  // The same as right operand (slots, rows): to[0], to[1] for the first 8 rows.
+  __device__ __forceinline__ void load_transposed(Elements (&to)[4], uint32_t tile, int kk) const {
+    if constexpr (Traits::kFloat) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const uint32_t flip = n / 2 * 32;
+        const uint32_t down = n % 2 * 8 * Tile::kRowBytes;
+        to[n] = make_operand<Element>(load_shared<float>((at_rows(tile + left, kk) ^ flip) + down),
+                                      load_shared<float>((at_rows(tile + next, kk) ^ flip) + down));
+      }
+    } else {
+      uint32_t words[4];
+      load_matrices_transposed(words, at_rows(tile + left, kk));
+#pragma unroll
+      for (int n = 0; n < 4; ++n) to[n].bits = words[n];
+    }
+  }
+};
+
+// Where a lane's 8 elements of its warp's 16 columns lie within 16 slots of a tile of v, the gate
+// or y: [s][h][e] is slot 2 quad + 8 s + e, which is step 4 quad + 2 s + e, of column group + 8 h.
+template <typename T, class Tile>
+struct ColumnFragments {
+  uint32_t at[2];  // of a matrix row; or of the elements e = 0 and 1
+  int first_chunk;
+
+  __device__ __forceinline__ explicit ColumnFragments(int first_column) {
+    const int lane = threadIdx.x % 32;
+    if constexpr (sizeof(T) == 4) {
+      at[0] = Tile::element(lane % 4 * 2, first_column + lane / 4);
+      at[1] = Tile::element(lane % 4 * 2 + 1, first_column + lane / 4);
+    } else {
+      at[0] = Tile::offset(lane % 8 + lane / 16 * 8, first_column / 8 + lane / 8 % 2);
+      at[1] = 0;
+    }
+    first_chunk = first_column / 8;
+  }
+
+  __device__ __forceinline__ uint32_t element(uint32_t tile, int s, int h, int e) const {
+    return ((tile + at[e]) ^ (h * 32)) + s * 8 * Tile::kRowBytes;
+  }
+
+  // Also as left operand (columns, slots), which costs nothing for 16-bit types.
+  __device__ __forceinline__ void load(float (&to)[2][2][2], Operand<T> (&operand)[4],
+                                       uint32_t tile) const {
+    uint32_t words[4];
+    if constexpr (sizeof(T) == 2) load_matrices_transposed(words, tile + at[0]);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      float (&pair)[2] = to[n / 2][n % 2];
+      if constexpr (sizeof(T) == 2) {
+        operand[n].bits = words[n];
+        const float2 values = unpack<T>(words[n]);
+        pair[0] = values.x;
+        pair[1] = values.y;
+      } else {
+        pair[0] = load_shared<float>(element(tile, n / 2, n % 2, 0));
+        pair[1] = load_shared<float>(element(tile, n / 2, n % 2, 1));
+        operand[n] = make_operand<T>(pair[0], pair[1]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(const float (&y)[2][4], uint32_t tile) const {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if constexpr (sizeof(T) == 2) {
+      uint32_t words[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        words[n] = make_operand<T>(y[n / 2][n % 2 * 2], y[n / 2][n % 2 * 2 + 1]).bits;
+      }
+      store_matrices_transposed(tile + at[0], words);
+      return;
+    }
+#endif
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const int s = n / 4;
+      const int h = n / 2 % 2;
+      const int e = n % 2;
+      if constexpr (sizeof(T) == 4) {
+        store_shared(element(tile, s, h, e), y[s][2 * h + e]);
+      } else {
+        const int lane = threadIdx.x % 32;
+        const uint32_t row = tile + Tile::offset(lane % 4 * 2 + 8 * s + e, first_chunk + h);
+        store_shared(row + lane / 4 * 2, from_accum<T>(y[s][2 * h + e]));
+      }
+    }
+  }
+};
+
+// ---- The levels inside a tile.
+
+template <typename Element>
+struct LevelMasks {
+  Mask<Element> same;   // a step's own value
+  Mask<Element> pair;   // from the first step of a pair to the second
+  Mask<Element> quad;   // from the first pair of four to the second
+  Mask<Element> eight;  // from the first four of eight to the second
+  Mask<Element> whole;  // from the first eight of sixteen to the second
+
+  // P's columns, the steps that give, go by quad; its rows, the steps that take, by group.
+  __device__ __forceinline__ LevelMasks(int group, int quad)
+      : same(group == 2 * quad, group == 2 * quad + 1),
+        pair(group == 2 * quad + 1, false),
+        quad(group / 2 == quad, group / 2 == quad),
+        eight(quad % 2 == 0 && group / 2 == quad + 1, quad % 2 == 0 && group / 2 == quad + 1),
+        whole(quad < 2 && group >= 4, quad < 2 && group >= 4) {}
+};
+
+// A block of P = q k^T as right operand: product[2 n + m] has slots 8 n ... of k and 8 m ... of q.
+template <typename Element>
+struct Products {
+  Operand<Element> at[4];
+
+  static __device__ __forceinline__ void store(uint32_t block, const float (&p)[2][4]) {
+    const int lane = threadIdx.x % 32;
+    if constexpr (std::is_same_v<Element, float>) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        store_shared(block + n * 512 + lane * 16, make_float4(p[n][0], p[n][1], p[n][2], p[n][3]));
+      }
+    } else {
+      store_shared(block + lane * 16, make_uint4(make_operand<Element>(p[0][0], p[0][1]).bits,
+                                                 make_operand<Element>(p[0][2], p[0][3]).bits,
+                                                 make_operand<Element>(p[1][0], p[1][1]).bits,
+                                                 make_operand<Element>(p[1][2], p[1][3]).bits));
+    }
+  }
+
+  __device__ __forceinline__ void load(uint32_t block) {
+    const int lane = threadIdx.x % 32;
+    if constexpr (std::is_same_v<Element, float>) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const float4 c = load_shared<float4>(block + n * 512 + lane * 16);
+        at[2 * n] = make_operand<Element>(c.x, c.y);
+        at[2 * n + 1] = make_operand<Element>(c.z, c.w);
+      }
+    } else {
+      const uint4 words = load_shared<uint4>(block + lane * 16);
+      at[0].bits = words.x;
+      at[1].bits = words.y;
+      at[2].bits = words.z;
+      at[3].bits = words.w;
+    }
+  }
+};
+
+// 16 steps of a warp's 16 columns.
+template <class Traits>
+struct TimeTile {
+  using Element = typename Traits::Element;
+  float value[2][2][2];  // v, carried further level by level; in the end to the tile's end
+  float gate[2][2][2];
+  Operand<Element> plain[4];  // v as it came
+  float pair[2][2];           // products of gates: of a pair of steps
+  float decay[2];             // of the whole tile
+  float before_eight[2];      // of the four steps before the lane's own in its eight; else 1
+  float after_eight[2];       // of the four steps after them; else 1
+  float before_sixteen[2];    // of the eight steps before the lane's own eight in the tile; else 1
+  float after_sixteen[2];     // of the eight steps after it; else 1
+  float own[2][4];            // what each step gets from itself, and over each level
+  float over_pair[2][4];
+  float over_quad[4];
+  float over_eight[2][4];
+  float over_sixteen[2][4];
+
+  __device__ __forceinline__ void pack(Operand<Element> (&to)[4]) const {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      to[n] = make_operand<Element>(value[n / 2][n % 2][0], value[n / 2][n % 2][1]);
+    }
+  }
+
+  __device__ __forceinline__ void multiply_gates() {
+    const int quad_index = threadIdx.x % 4;
+    float quad[2];
+    float eight[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      pair[0][h] = gate[0][h][0] * gate[0][h][1];
+      pair[1][h] = gate[1][h][0] * gate[1][h][1];
+      quad[h] = pair[0][h] * pair[1][h];
+    }
+    exchange(quad, 1, quad_index % 2 == 1, before_eight, after_eight, eight);
+    exchange(eight, 2, quad_index / 2 == 1, before_sixteen, after_sixteen, decay);
+  }
+
+  // After multiply_gates. With kOutputs also everything that stays inside the tile.
+  template <bool kOutputs>
+  __device__ __forceinline__ void scan(const Products<Element>& products,
+                                       const LevelMasks<Element>& masks) {
+    const auto& p = products.at;
+    Operand<Element> carried[4];
+    if constexpr (kOutputs) {
+      multiply_masked_8(own[0], plain[0], plain[1], masks.same.of(p[0]));
+      multiply_masked_8(own[1], plain[2], plain[3], masks.same.of(p[3]));
+      multiply_masked_8(over_pair[0], plain[0], plain[1], masks.pair.of(p[0]));
+      multiply_masked_8(over_pair[1], plain[2], plain[3], masks.pair.of(p[3]));
+    }
+#pragma unroll
+    for (int n = 0; n < 4; ++n) value[n / 2][n % 2][0] *= gate[n / 2][n % 2][1];
+    if constexpr (kOutputs) {
+      multiply_masked_8(over_quad, make_operand<Element>(value[0][0][0], value[0][0][1]),
+                        make_operand<Element>(value[0][1][0], value[0][1][1]), masks.quad.of(p[1]));
+    }
+#pragma unroll
+    for (int n = 0; n < 4; ++n) value[0][n / 2][n % 2] *= pair[1][n / 2];
+    if constexpr (kOutputs) {
+      pack(carried);
+      multiply_masked_16(over_eight, carried, p, masks.eight);
+    }
+#pragma unroll
+    for (int n = 0; n < 8; ++n) value[n / 4][n / 2 % 2][n % 2] *= after_eight[n / 2 % 2];
+    if constexpr (kOutputs) {
+      pack(carried);
+      multiply_masked_16(over_sixteen, carried, p, masks.whole);
+    }
+#pragma unroll
+    for (int n = 0; n < 8; ++n) value[n / 4][n / 2 % 2][n % 2] *= after_sixteen[n / 2 % 2];
+  }
+
+  // What the tile's steps get: factor * (what reaches the tile, times `through`) + inside. In comes
+  // `from_first`, what they get from the chunk's first tile without decay.
+  __device__ __forceinline__ void finish(const float (&through)[2], bool is_first,
+                                         const float (&from_first)[2][4], float (&factor)[2][4],
+                                         float (&inside)[2][4]) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float first = through[h] * (before_sixteen[h] * before_eight[h]);
+      const float second = first * pair[0][h];
+      factor[0][2 * h] = first * gate[0][h][0];
+      factor[0][2 * h + 1] = first * pair[0][h];
+      factor[1][2 * h] = second * gate[1][h][0];
+      factor[1][2 * h + 1] = second * pair[1][h];
+    }
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int h = c / 2;
+        const int e = c % 2;
+        float sum = over_sixteen[s][c];
+        if (!is_first) sum = fmaf(before_sixteen[h], from_first[s][c], sum);
+        sum = fmaf(before_eight[h], sum, over_eight[s][c]);
+        if (s == 1) sum = fmaf(pair[0][h], sum, over_quad[c]);
+        if (e == 1) sum = fmaf(gate[s][h][0], sum, over_pair[s][c]);
+        inside[s][c] = fmaf(gate[s][h][e], sum, own[s][c]);
+      }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ void multiply_masked_8(float (&to)[4],
+                                                           const Operand<Element>& a0,
+                                                           const Operand<Element>& a1,
+                                                           const Operand<Element>& b) {
+    to[0] = to[1] = to[2] = to[3] = 0;
+    multiply_8(to, a0, a1, b);
+  }
+  static __device__ __forceinline__ void multiply_masked_16(float (&to)[2][4],
+                                                            const Operand<Element> (&a)[4],
+                                                            const Operand<Element> (&p)[4],
+                                                            const Mask<Element>& mask) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      to[n][0] = to[n][1] = to[n][2] = to[n][3] = 0;
+      multiply_16(to[n], a, mask.of(p[n]), mask.of(p[n + 2]));
+    }
+  }
+
+  // Products of blocks twice as long, and what the other half means to the lane's own.
+  static __device__ __forceinline__ void exchange(const float (&half)[2], int distance, bool second,
+                                                  float (&before)[2], float (&after)[2],
+                                                  float (&both)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float other = __shfl_xor_sync(~0u, half[h], distance);
+      before[h] = second ? other : 1.0f;
+      after[h] = second ? 1.0f : other;
+      both[h] = half[h] * other;
+    }
+  }
+};
+
+// The segments' states as an operand.
+__device__ __forceinline__ View<int64_t> segment_states(const Params& p, const TensorLaunch& launch,
+                                                        int64_t segment) {
+  View<int64_t> view;
+  view.data = launch.states + segment * p.K * p.V;
+  view.stride[1] = launch.segments * p.K * p.V;
+  view.stride[0] = p.H * view.stride[1];
+  view.stride[2] = p.V;
+  view.stride[3] = 1;
+  return view;
+}
+
+// What a chunk does, apart from the state before it: y = factor * (q . S) + inside, and
+// S after it = decay * S + carried^T k.
+template <class Traits>
+struct ChunkPlan {
+  using Element = typename Traits::Element;
+  using Gate = typename Traits::Gate;
+  static constexpr int kTiles = Traits::kTiles;
+  float value[kTiles][2][2][2];  // carried to the chunk's end
+  float decay[2];
+  float factor[kTiles][2][4];
+  float inside[kTiles][2][4];
+
+  // As left operand (columns, slots).
+  __device__ __forceinline__ void carried(Operand<Element> (&to)[4], int u) const {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      to[n] = make_operand<Element>(value[u][n / 2][n % 2][0], value[u][n / 2][n % 2][1]);
+    }
+  }
+
+  // Takes in the chunk's first tile, or its second.
+  template <bool kOutputs, int u>
+  __device__ __forceinline__ void take(TimeTile<Traits>& tile, float scale, uint32_t products,
+                                       const LevelMasks<Element>& masks) {
+    Products<Element> within;
+    if constexpr (kOutputs) within.load(products + (u * kTiles + u) * Traits::kProductBytes);
+    tile.template scan<kOutputs>(within, masks);
+    if constexpr (kOutputs) {
+      float through[2] = {scale, scale};
+      float from_first[2][4] = {};
+      if constexpr (u == 1) {
+        through[0] *= decay[0];
+        through[1] *= decay[1];
+        Products<Element> across;
+        across.load(products + u * kTiles * Traits::kProductBytes);
+        Operand<Element> first[4];
+        carried(first, 0);
+        multiply_16(from_first[0], first, across.at[0], across.at[2]);
+        multiply_16(from_first[1], first, across.at[1], across.at[3]);
+      }
+      tile.finish(through, u == 0, from_first, factor[u], inside[u]);
+    }
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const int h = n / 2 % 2;
+      if constexpr (u == 1) value[0][n / 4][h][n % 2] *= tile.decay[h];
+      value[u][n / 4][h][n % 2] = tile.value[n / 4][h][n % 2];
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) decay[h] = u == 0 ? tile.decay[h] : decay[h] * tile.decay[h];
+  }
+};
+
+// ---- The kernel. With kStateOnly it computes segments' end states from zero, and their decays.
+//
+// In one turn of the loop a warp takes the state past one chunk, makes the plan of the next, and
+// its share of P for the one after: three strands that don't wait for each other.
+
+template <class Traits, bool kStateOnly>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
+    tensor_forward(const __grid_constant__ Params p, const __grid_constant__ TensorLaunch launch) {
+  using Element = typename Traits::Element;
+  using Gate = typename Traits::Gate;
+  constexpr int kTiles = Traits::kTiles;
+  constexpr int kSteps = Traits::kSteps;
+  constexpr int kSixteens = Traits::kRows / 16;
+#ifdef GATED_DELTA_WGMMA
+  constexpr bool kWgmma = Traits::kWgmma;
+#else
+  constexpr bool kWgmma = false;
+#endif
+  constexpr uint32_t kOfK = Traits::kRowOperand;
+  constexpr uint32_t kOfV = 2 * kOfK;
+  constexpr uint32_t kOfGate = kOfV + kTiles * Traits::kColumnTile;
+  extern __shared__ __align__(1024) unsigned char tensor_memory[];
+
+  // ---- Who owns what.
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const int group = lane / 4;
+  const int quad = lane % 4;
+  const int64_t tile = blockIdx.x % launch.tiles;
+  const int64_t segment = blockIdx.x / launch.tiles % launch.segments;
+  const int64_t pair = blockIdx.x / launch.tiles / launch.segments;
+  const int64_t batch = pair / p.H;
+  const int64_t head = pair % p.H;
+  const int64_t start = segment * launch.segment_steps;
+  const int64_t first_column = tile * Traits::kColumns;
+  const int64_t column = first_column + warp * 16;
+  const int steps = static_cast<int>(min(p.T - start, launch.segment_steps));
+  const int chunks = (steps + kSteps - 1) / kSteps;
+
+  // ---- Loading.
+  uint32_t shared = shared_address(tensor_memory);
+  asm volatile("" : "+r"(shared));
+  const uint32_t ring_end = shared + launch.stages * Traits::kStageBytes;
+  const uint32_t products = ring_end;
+  constexpr int kThreads = Traits::kThreads;
+  using RowLoader = TileLoader<Element, typename Traits::RowTile, Traits::kRows, kSteps, kThreads>;
+  RowLoader load_q(p.q, batch, start, head, 0, p.K);
+  RowLoader load_k(p.k, batch, start, head, 0, p.K);
+  TileLoader<Element, typename Traits::ColumnTile, Traits::kColumns, kSteps, kThreads> load_v(
+      p.v, batch, start, head, first_column, p.V);
+  TileLoader<Gate, typename Traits::GateTile, Traits::kColumns, kSteps, kThreads> load_gate(
+      p.gate, batch, start, head, first_column, p.V);
+  const bool one_gate = p.gate.stride[3] == 0;
+  const auto start_loading = [&](int chunk, uint32_t stage) {
+    const int left = steps - chunk * kSteps;
+    if (left > 0) {
+      if constexpr (!kStateOnly) load_q.start(stage, left);
+      load_k.start(stage + kOfK, left);
+      load_v.start(stage + kOfV, left);
+      if (__builtin_expect(one_gate, 0)) {
+        load_gate.spread(stage + kOfGate, left);
+      } else {
+        load_gate.start(stage + kOfGate, left);
+      }
+    }
+    commit_copies();
+  };
+  for (int chunk = 0; chunk < launch.stages - 1; ++chunk) {
+    start_loading(chunk, shared + chunk * Traits::kStageBytes);
+  }
+  // The stage after `stage`, which holds `chunk`; if there is no next chunk, the same.
+  const auto next_stage = [&](int chunk, uint32_t stage) {
+    const uint32_t next = stage + Traits::kStageBytes;
+    const uint32_t around = next == ring_end ? shared : next;
+    return chunk + 1 < chunks ? around : stage;
+  };
+
+  // ---- The state before the first step: [n][2 h + e] is row 8 n + 2 quad + e, column group + 8 h.
+  float state[2 * kSixteens][4];
+  View<int64_t> before = p.initial_state;
+  if (launch.segments > 1) before = segment_states(p, launch, segment);
+#pragma unroll
+  for (int n = 0; n < 2 * kSixteens; ++n) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const int64_t row = 8 * n + 2 * quad + c % 2;
+      const int64_t at = column + group + c / 2 * 8;
+      state[n][c] = 0;
+      if (!kStateOnly && before.data != nullptr && row < p.K && at < p.V)
+        state[n][c] = *element_of<const float>(before, batch, head, row, at);
+    }
+  }
+  float segment_decay[2] = {1, 1};
+
+  const RowFragments<Traits> rows;
+  const ColumnFragments<Element, typename Traits::ColumnTile> value_fragments(warp * 16);
+  const ColumnFragments<Gate, typename Traits::GateTile> gate_fragments(warp * 16);
+  const LevelMasks<Element> masks(group, quad);
+
+  // Reads the gates and values of a chunk's tile; past the end a gate leaves the state as it is.
+  const auto load_tile = [&](TimeTile<Traits>& tile, int u, int chunk, uint32_t stage) {
+    Operand<Gate> unused[4];
+    gate_fragments.load(tile.gate, unused, stage + kOfGate + u * Traits::kGateTile);
+    value_fragments.load(tile.value, tile.plain, stage + kOfV + u * Traits::kColumnTile);
+    if (__builtin_expect(p.log_gate, 0)) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        float& gate = tile.gate[n / 4][n / 2 % 2][n % 2];
+        gate = expf(gate);
+      }
+    }
+    const int left = steps - chunk * kSteps - u * 16;
+    if (__builtin_expect(left < 16, 0)) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        if (4 * quad + n / 4 * 2 + n % 2 >= left) tile.gate[n / 4][n / 2 % 2][n % 2] = 1;
+      }
+    }
+    tile.multiply_gates();
+  };
+
+  // P of a chunk, times scale: block m * kTiles + n is the m-th tile of q with the n-th of k. (Of
+  // two tiles the first block beyond the diagonal is of no use, but its warp would wait anyway.)
+  const auto multiply_q_k = [&](int chunk, uint32_t stage) {
+    constexpr int kProducts = Traits::kProducts;
+    constexpr int kShare = kProducts > Traits::kWarps ? kProducts / Traits::kWarps : 1;
+    const int turn =
+        kProducts < Traits::kWarps ? (warp - chunk * kProducts) & (Traits::kWarps - 1) : warp;
+    if (kProducts < Traits::kWarps && turn >= kProducts) return;
+#pragma unroll
+    for (int n = 0; n < kShare; ++n) {
+      const int block = turn * kShare + n;
+      const uint32_t q_tile = stage + block / kTiles * Traits::kRowTile;
+      const uint32_t k_tile = stage + kOfK + block % kTiles * Traits::kRowTile;
+      float sum[2][4] = {};
+      float other[2][4] = {};  // two chains: each product waits for the one before
+#pragma unroll
+      for (int kk = 0; kk < kSixteens; kk += 2) {
+        Operand<Element> left[4];
+        Operand<Element> right[4];
+        rows.load_left(left, q_tile, kk);
+        rows.load_right(right, k_tile, kk);
+        multiply_16_add<Element>(sum[0], sum[1], left, right);
+        rows.load_left(left, q_tile, kk + 1);
+        rows.load_right(right, k_tile, kk + 1);
+        if constexpr (Traits::kFloat) {
+          multiply_16_add<Element>(sum[0], sum[1], left, right);
+        } else {
+          multiply_16_add<Element>(other[0], other[1], left, right);
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < 8; ++n) sum[n / 4][n % 4] += other[n / 4][n % 4];
+#pragma unroll
+      for (int n = 0; n < 8; ++n) sum[n / 4][n % 4] *= launch.scale;
+      Products<Element>::store(
+          products + (chunk % 2 * Traits::kProducts + block) * Traits::kProductBytes, sum);
+    }
+  };
+
+  // Rows 16 m ... 16 m + 15 of P as wgmma leaves them.
+  const auto store_products = [&](float (&sum)[2 * kTiles][4], int chunk, int m) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      float block[2][4];
+#pragma unroll
+      for (int c = 0; c < 8; ++c) block[c / 4][c % 4] = launch.scale * sum[2 * n + c / 4][c % 4];
+      Products<Element>::store(
+          products + (chunk % 2 * Traits::kProducts + m * kTiles + n) * Traits::kProductBytes,
+          block);
+    }
+  };
+
+  constexpr int kYElements = 16 / sizeof(Element);     // of y in a chunk of 16 bytes
+  constexpr int kYChunks = 16 * sizeof(Element) / 16;  // in a warp's columns
+  // Neighbouring lanes read rows of different banks.
+  const int y_step = kYChunks == 2 ? lane / 2 % 4 * 4 + lane / 8 : lane / kYChunks;
+  const int64_t y_column = column + lane % kYChunks * kYElements;
+  const int y_steps = y_column < p.V ? steps : 0;
+  Element* y_out = element_of<Element>(p.y, batch, start + y_step, head, y_column);
+
+  // 16 kk rows on, in the units of a wgmma matrix.
+  const auto rows_on = [](int kk) {
+    return (kk % 4 * 32 + kk / 4 * Traits::RowTile::kPanelBytes) / 16;
+  };
+
+  // ---- The state on mma.
+  const auto multiply_q_state = [&](float (&y)[2 * kTiles][4], float (&state)[2 * kSixteens][4],
+                                    uint32_t q_tile) {
+#pragma unroll
+    for (int n = 0; n < 8 * kTiles; ++n) y[n / 4][n % 4] = 0;
+#pragma unroll
+    for (int kk = 0; kk < kSixteens; ++kk) {
+      Operand<Element> left[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        left[n] = make_operand<Element>(state[2 * kk + n / 2][n % 2 * 2],
+                                        state[2 * kk + n / 2][n % 2 * 2 + 1]);
+      }
+#pragma unroll
+      for (int u = 0; u < kTiles; ++u) {
+        Operand<Element> right[4];
+        rows.load_right(right, q_tile + u * Traits::kRowTile, kk);
+        multiply_16_add<Element>(y[2 * u], y[2 * u + 1], left, right);
+      }
+    }
+  };
+  const auto advance_state = [&](float (&state)[2 * kSixteens][4], const ChunkPlan<Traits>& plan,
+                                 uint32_t k_tile) {
+#pragma unroll
+    for (int kk = 0; kk < kSixteens; ++kk) {
+      float added[2][4] = {};
+#pragma unroll
+      for (int n = 0; n < 8; ++n) state[2 * kk + n / 4][n % 4] *= plan.decay[n / 2 % 2];
+#pragma unroll
+      for (int u = 0; u < kTiles; ++u) {
+        Operand<Element> values[4];
+        plan.carried(values, u);
+        Operand<Element> right[4];
+        rows.load_transposed(right, k_tile + u * Traits::kRowTile, kk);
+        multiply_16(Traits::kFloat ? added[0] : state[2 * kk], values, right[0], right[1]);
+        multiply_16(Traits::kFloat ? added[1] : state[2 * kk + 1], values, right[2], right[3]);
+      }
+      if constexpr (Traits::kFloat) {
+#pragma unroll
+        for (int n = 0; n < 8; ++n) state[2 * kk + n / 4][n % 4] += added[n / 4][n % 4];
+      }
+    }
+  };
+
+  // From shared to global memory, what every warp has stored of its columns.
+  const auto copy_out = [&](int chunk, uint32_t y_tile) {
+    __syncwarp();
+    constexpr int kStepsAtOnce = 32 / kYChunks;
+#pragma unroll
+    for (int n = 0; n < kSteps; n += kStepsAtOnce) {
+      const int step = n + y_step;
+      const uint32_t from =
+          y_tile + Traits::ColumnTile::offset(slot_of(step), warp * kYChunks + lane % kYChunks);
+      const uint4 bytes = load_shared<uint4>(from);
+      if (chunk * kSteps + step < y_steps)
+        *reinterpret_cast<uint4*>(y_out + n * p.y.stride[1]) = bytes;
+    }
+    y_out += kSteps * p.y.stride[1];
+  };
+
+  // ---- The first chunk's plan.
+  uint32_t stage = shared;
+  ChunkPlan<Traits> plan;
+  {
+    wait_for_all_but(launch.stages - 3);
+    if constexpr (kWgmma) fence_for_wgmma();
+    __syncthreads();
+    if constexpr (!kStateOnly) {
+      multiply_q_k(0, stage);
+      multiply_q_k(1, next_stage(0, stage));
+      __syncthreads();
+    }
+    TimeTile<Traits> tile;
+    load_tile(tile, 0, 0, stage);
+    plan.template take<!kStateOnly, 0>(tile, launch.scale, products, masks);
+    if constexpr (kTiles == 2) {
+      load_tile(tile, 1, 0, stage);
+      plan.template take<!kStateOnly, 1>(tile, launch.scale, products, masks);
+    }
+  }
+
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    const uint32_t next = next_stage(chunk, stage);
+    const uint32_t after_next = next_stage(chunk + 1, next);
+    TimeTile<Traits> tiles[kTiles];
+    if constexpr (Traits::kEarly) {
+#pragma unroll
+      for (int u = 0; u < kTiles; ++u) load_tile(tiles[u], u, chunk + 1, next);
+    }
+
+    // ---- What the state before the chunk gives to each step; the state after it.
+    float y[2 * kTiles][4];
+    float p_rows[2 * kTiles][4];  // of wgmma: 16 rows a warp
+    uint32_t left[kWgmma ? kSixteens : 1][4];
+    uint32_t carried[kTiles][4];
+    constexpr int kGroups = (Traits::kWarps + 3) / 4;
+    const bool makes_p = kGroups == 1 || warp / 4 == chunk % kGroups;
+    if constexpr (kWgmma) {
+#pragma unroll
+      for (int u = 0; u < kTiles; ++u) {
+        Operand<Element> values[4];
+        plan.carried(values, u);
+#pragma unroll
+        for (int n = 0; n < 4; ++n) carried[u][n] = values[n].bits;
+      }
+      if constexpr (!kStateOnly) {
+#pragma unroll
+        for (int n = 0; n < 4 * kSixteens; ++n) {
+          left[n / 4][n % 4] =
+              make_operand<Element>(state[n / 2][n % 2 * 2], state[n / 2][n % 2 * 2 + 1]).bits;
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < 8 * kSixteens; ++n) state[n / 4][n % 4] *= plan.decay[n / 2 % 2];
+#pragma unroll
+      for (int n = 0; n < 2 * kSixteens; ++n) wgmma_hold(state[n]);
+#pragma unroll
+      for (int u = 0; u < kTiles; ++u) wgmma_hold(carried[u]);
+      if constexpr (!kStateOnly) {
+#pragma unroll
+        for (int kk = 0; kk < kSixteens; ++kk) wgmma_hold(left[kk]);
+      }
+      wgmma_fence();
+      const uint64_t q_now = wgmma_matrix(stage, 0);
+      const uint64_t k_now = wgmma_matrix(stage + kOfK, Traits::RowTile::kPanelBytes);
+      if constexpr (!kStateOnly) {
+#pragma unroll
+        for (int kk = 0; kk < kSixteens; ++kk) {
+          wgmma_64x16<Element, false>(y, left[kk], q_now + rows_on(kk), kk > 0);
+        }
+        wgmma_commit();
+      }
+#pragma unroll
+      for (int u = 0; u < kTiles; ++u) {
+        wgmma_64x16<Element, true>(state, carried[u], k_now + u * Traits::kRowTile / 16, 1);
+      }
+      wgmma_commit();
+    } else {
+      if constexpr (!kStateOnly) multiply_q_state(y, state, stage);
+      advance_state(state, plan, stage + kOfK);
+    }
+
+    // ---- The chunk after the next has come, every warp has left the last one, and the next one's
+    // P is complete.
+    wait_for_all_but(launch.stages - 4);
+    if constexpr (kWgmma) fence_for_wgmma();
+    __syncthreads();
+    start_loading(chunk + launch.stages - 1,
+                  (stage == shared ? ring_end : stage) - Traits::kStageBytes);
+    if constexpr (!Traits::kEarly) load_tile(tiles[0], 0, chunk + 1, next);
+
+    // ---- P of the chunk after the next.
+    if constexpr (kWgmma && !kStateOnly) {
+      // q's rows from 32 on are whatever follows, and come to nothing: warps 2 and 3 ignore them.
+      if (makes_p) {
+        const uint64_t q_later = wgmma_matrix(after_next, 0);
+        const uint64_t k_later = wgmma_matrix(after_next + kOfK, 0);
+        wgmma_fence();
+#pragma unroll
+        for (int kk = 0; kk < kSixteens; ++kk) {
+          wgmma_64x16<Element>(p_rows, q_later + rows_on(kk), k_later + rows_on(kk), kk > 0);
+        }
+      }
+      wgmma_commit();
+    } else if constexpr (!kStateOnly) {
+      multiply_q_k(chunk + 2, after_next);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) segment_decay[h] *= plan.decay[h];
+
+    // ---- The next chunk's plan.
+    ChunkPlan<Traits> next_plan;
+    const uint32_t next_products = products + (chunk + 1) % 2 * Traits::kOtherBytes / 2;
+    next_plan.template take<!kStateOnly, 0>(tiles[0], launch.scale, next_products, masks);
+
+    // ---- Outputs, by way of v's place in shared memory, where only this warp reads.
+    if constexpr (!kStateOnly) {
+      if constexpr (kWgmma) {
+        wgmma_wait<2>();
+#pragma unroll
+        for (int kk = 0; kk < kSixteens; ++kk) wgmma_hold(left[kk]);
+#pragma unroll
+        for (int n = 0; n < 2 * kTiles; ++n) wgmma_hold(y[n]);
+      }
+      const uint32_t y_tile = stage + kOfV;
+      __syncwarp();
+#pragma unroll
+      for (int u = 0; u < kTiles; ++u) {
+        float out[2][4];
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          out[n / 4][n % 4] = fmaf(plan.factor[u][n / 4][n % 4], y[2 * u + n / 4][n % 4],
+                                   plan.inside[u][n / 4][n % 4]);
+        }
+        value_fragments.store(out, y_tile + u * Traits::kColumnTile);
+      }
+      if constexpr (!Traits::kEarly) copy_out(chunk, y_tile);
+    }
+
+    if constexpr (kTiles == 2) {
+      if constexpr (!Traits::kEarly) load_tile(tiles[1], 1, chunk + 1, next);
+      next_plan.template take<!kStateOnly, 1>(tiles[1], launch.scale, next_products, masks);
+    }
+    if constexpr (!kStateOnly && Traits::kEarly) copy_out(chunk, stage + kOfV);
+    if constexpr (kWgmma) {
+      wgmma_wait<0>();
+#pragma unroll
+      for (int u = 0; u < kTiles; ++u) wgmma_hold(carried[u]);
+#pragma unroll
+      for (int n = 0; n < 2 * kSixteens; ++n) wgmma_hold(state[n]);
+      if constexpr (!kStateOnly) {
+#pragma unroll
+        for (int n = 0; n < 2 * kTiles; ++n) wgmma_hold(p_rows[n]);
+        if (makes_p && warp % 4 < 2) store_products(p_rows, chunk + 2, warp % 4);
+      }
+    }
+    plan = next_plan;
+    stage = next;
+  }
+
+  // ---- The state after the last step.
+  View<int64_t> after = p.final_state;
+  if (kStateOnly) {
+    after = segment_states(p, launch, segment);
+  } else if (segment + 1 < launch.segments) {
+    return;
+  }
+  if (after.data == nullptr) return;
+#pragma unroll
+  for (int n = 0; n < 2 * kSixteens; ++n) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const int64_t row = 8 * n + 2 * quad + c % 2;
+      const int64_t at = column + group + c / 2 * 8;
+      if (row < p.K && at < p.V) *element_of<float>(after, batch, head, row, at) = state[n][c];
+    }
+  }
+  if (kStateOnly && quad == 0) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int64_t at = column + group + 8 * h;
+      if (at < p.V) launch.decays[(pair * launch.segments + segment) * p.V + at] = segment_decay[h];
+    }
+  }
+}
+
+// Chains the segments: states become what precedes each.
+__global__ void join_segments(const __grid_constant__ Params p,
+                              const __grid_constant__ TensorLaunch launch) {
+  const int64_t elements = p.K * p.V;
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (thread >= p.B * p.H * elements) return;
+  const int64_t pair = thread / elements;
+  const int64_t row = thread % elements / p.V;
+  const int64_t column = thread % p.V;
+  float* states = launch.states + pair * launch.segments * elements + row * p.V + column;
+  const float* decays = launch.decays + pair * launch.segments * p.V + column;
+  float state = 0;
+  if (p.initial_state.data != nullptr)
+    state = *element_of<const float>(p.initial_state, pair / p.H, pair % p.H, row, column);
+#pragma unroll 4
+  for (int64_t segment = 0; segment + 1 < launch.segments; ++segment) {
+    const float end = fmaf(decays[segment * p.V], state, states[segment * elements]);
+    states[segment * elements] = state;
+    state = end;
+  }
+  states[(launch.segments - 1) * elements] = state;
 }
 
 // ===================================== SIMT backward ==========================================
@@ -1562,6 +3007,185 @@ struct DoubleTraits {
   }
 };
 
+// ---- Tensor cores.
+
+// Can an operand be copied in chunks of 16 bytes?
+bool moves_in_chunks(const View<int64_t>& view, const Params& p, int element_size) {
+  const int64_t sizes[3] = {p.B, p.T, p.H};
+  bool fits = reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.stride[3] == 1;
+  for (int axis = 0; axis < 3; ++axis) {
+    fits = fits && (sizes[axis] == 1 || view.stride[axis] * element_size % 16 == 0);
+  }
+  return fits;
+}
+
+struct Device {
+  int processors = 0;
+  int shared_bytes = 0;  // that a block may have
+
+  cudaError_t read() {
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess)
+      error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    if (error == cudaSuccess)
+      error =
+          cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    return error;
+  }
+};
+
+// How the tensor-core kernel would be launched; segments is 0 if it can't be or shouldn't.
+struct TensorPlan {
+  int64_t segments = 0;
+  int64_t segment_steps = 0;
+};
+
+constexpr int kMostStages = 6;
+
+template <class Traits>
+int tensor_stages(const Device& device) {
+  const int each = (device.shared_bytes + 1024) / Traits::kBlocks - 1024;
+  return std::min(kMostStages, (each - Traits::kOtherBytes) / Traits::kStageBytes);
+}
+
+// Tensor cores or SIMT? A tensor-core block takes the same time for every size up to one block a
+// multiprocessor, a SIMT one less the fewer state elements there are. Measured on an H200 (132
+// processors), us in a graph, SIMT / tensor cores (in segments of time where there are several):
+//
+//   bfloat16, B*H, K = V     T = 64        128         256         512         1024        4096
+//   64, 16                4.6 / 6.3   5.4 / 8.0   8.5 / 11   13 / 17   24 / 30     90 / 107
+//   128, 16               5.4 / 6.6   7.7 / 7.9    13 / 11   22 / 17   40 / 30    157 / 107
+//   64, 32                7.2 / 6.4    11 / 8.2    18 / 11   32 / 17   61 / 30    356 / 106
+//   8, 64                 5.2 / 7.1   7.7 / 8.8    13 / 12   23 / 21   42 / 23    152 / 28
+//   64, 64                 12 / 7.5    22 / 9.1    40 / 12   78 / 18  173 / 31    673 / 109
+//   8, 128                9.6 / 9.3    16 / 12     29 / 18   55 / 32  107 / 38    429 / 49
+//   float32
+//   512, 16                10 / 21     17 / 29     33 / 47   60 / 83  115 / 152   474 / 560
+//   128, 32               9.7 / 12     15 / 16     26 / 24   59 / 41  117 / 76    467 / 278
+//   8, 64                 4.9 / 13    7.2 / 20     12 / 33   21 / 45   38 / 50    146 / 55
+//   64, 64                 11 / 14     19 / 21     34 / 35   73 / 63  141 / 123   552 / 463
+//   64, 128                23 / 26     43 / 44     96 / 80  188 / 155 373 / 300  1477 / 1168
+bool worth_tensor_cores(const Params& p, const TensorPlan& plan, const Device& device) {
+  const int64_t elements = p.B * p.H * p.K * p.V / device.processors;
+  if (p.dtype == Dtype::kFloat32) {
+    if (p.K <= 16) return false;
+    if (elements >= 3500) return p.T >= 128;
+    if (elements >= 900) return p.T >= (plan.segments > 1 ? 1024 : 512);
+    return plan.segments > 1 && p.T >= 4096;
+  }
+  if (elements >= 4000) return p.T >= 16;
+  if (elements >= 400) return p.T >= 64;
+  if (elements >= 200) return p.T >= 256;
+  return plan.segments > 1 && p.T >= 2048;
+}
+
+template <class Traits>
+TensorPlan plan_tensor(const Params& p, const Device& device) {
+  TensorPlan plan;
+  if (tensor_stages<Traits>(device) < 4) return plan;
+  const int64_t tiles = (p.V + Traits::kColumns - 1) / Traits::kColumns;
+  const int64_t blocks = p.B * p.H * tiles;
+  plan.segments = 1;
+  // A segment's steps are read twice, so two segments gain little.
+  if (3 * blocks <= device.processors) {
+    plan.segments = std::max<int64_t>(1, std::min(device.processors / blocks, p.T / 256));
+  }
+  const int64_t steps = (p.T + plan.segments - 1) / plan.segments;
+  plan.segment_steps = (steps + Traits::kSteps - 1) / Traits::kSteps * Traits::kSteps;
+  plan.segments = (p.T + plan.segment_steps - 1) / plan.segment_steps;
+  if (blocks * plan.segments > kMaxGridX || !worth_tensor_cores(p, plan, device)) plan.segments = 0;
+  return plan;
+}
+
+template <class Traits, bool kStateOnly>
+cudaError_t launch_tensor_kernel(const Params& p, const TensorLaunch& launch, int64_t blocks,
+                                 cudaStream_t stream) {
+  const auto kernel = tensor_forward<Traits, kStateOnly>;
+  const int shared = launch.stages * Traits::kStageBytes + Traits::kOtherBytes;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  if (error != cudaSuccess) return error;
+  kernel<<<static_cast<unsigned>(blocks), Traits::kThreads, shared, stream>>>(p, launch);
+  return cudaGetLastError();
+}
+
+template <class Traits>
+cudaError_t launch_tensor(const Params& p, const Device& device, const TensorPlan& plan,
+                          cudaStream_t stream) {
+  TensorLaunch launch;
+  launch.segments = plan.segments;
+  launch.segment_steps = plan.segment_steps;
+  launch.tiles = (p.V + Traits::kColumns - 1) / Traits::kColumns;
+  launch.stages = tensor_stages<Traits>(device);
+  launch.scale = static_cast<float>(p.scale);
+  launch.states = static_cast<float*>(p.scratch);
+  launch.decays = launch.states + p.B * p.H * launch.segments * p.K * p.V;
+  const int64_t blocks = p.B * p.H * launch.tiles * launch.segments;
+  if (launch.segments > 1) {
+    cudaError_t error = launch_tensor_kernel<Traits, true>(p, launch, blocks, stream);
+    if (error != cudaSuccess) return error;
+    const int64_t threads = p.B * p.H * p.K * p.V;
+    join_segments<<<static_cast<unsigned>((threads + 127) / 128), 128, 0, stream>>>(p, launch);
+    error = cudaGetLastError();
+    if (error != cudaSuccess) return error;
+  }
+  return launch_tensor_kernel<Traits, false>(p, launch, blocks, stream);
+}
+
+template <typename Element, typename Gate>
+struct TensorKernels {
+  static constexpr bool kFloat = std::is_same_v<Element, float>;
+  using Tile32 = TensorTraits<Element, Gate, 32, 2, 2, kFloat ? 3 : 4>;
+  using Tile64 = TensorTraits<Element, Gate, 64, 4, 2, kFloat ? 1 : 2>;
+  using Tile128 = TensorTraits<Element, Gate, 128, 8, kFloat ? 1 : 2, 1>;
+  using Tile256 = TensorTraits<Element, Gate, 256, 8, 1, 1>;  // not for float32: registers
+
+  // Calls `use` with the traits that serve p.
+  template <class Use>
+  static auto with_traits(const Params& p, Use use) {
+    if (p.K <= 32) return use(Tile32());
+    if (p.K <= 64) return use(Tile64());
+    if constexpr (!kFloat) {
+      if (p.K > 128) return use(Tile256());
+    }
+    return use(Tile128());
+  }
+
+  static TensorPlan plan(const Params& p, const Device& device) {
+    constexpr int kElement = sizeof(Element);
+    const bool fits = p.K > 0 && p.K <= (kFloat ? 128 : 256) && p.K * kElement % 16 == 0 &&
+                      p.V * kElement % 16 == 0 && p.T < INT32_MAX - 65536 &&
+                      moves_in_chunks(p.q, p, kElement) && moves_in_chunks(p.k, p, kElement) &&
+                      moves_in_chunks(p.v, p, kElement) && moves_in_chunks(p.y, p, kElement) &&
+                      (p.gate.stride[3] == 0 || moves_in_chunks(p.gate, p, sizeof(Gate)));
+    if (!fits) return TensorPlan();
+    return with_traits(p, [&](auto traits) { return plan_tensor<decltype(traits)>(p, device); });
+  }
+
+  static cudaError_t launch(const Params& p, const Device& device, const TensorPlan& plan,
+                            cudaStream_t stream) {
+    return with_traits(
+        p, [&](auto traits) { return launch_tensor<decltype(traits)>(p, device, plan, stream); });
+  }
+};
+
+// Calls `use` with the tensor-core kernels for p's types. float64 has none, and no plan.
+template <class Use>
+auto with_tensor_kernels(const Params& p, Use use) {
+  const bool float_gate = p.gate_dtype == Dtype::kFloat32;
+  if (p.dtype == Dtype::kFloat16 && float_gate) return use(TensorKernels<__half, float>());
+  if (p.dtype == Dtype::kFloat16) return use(TensorKernels<__half, __half>());
+  if (p.dtype == Dtype::kBFloat16 && float_gate) return use(TensorKernels<__nv_bfloat16, float>());
+  if (p.dtype == Dtype::kBFloat16) return use(TensorKernels<__nv_bfloat16, __nv_bfloat16>());
+  return use(TensorKernels<float, float>());
+}
+
+TensorPlan plan_tensor(const Params& p, const Device& device) {
+  if (p.dtype == Dtype::kFloat64) return TensorPlan();
+  return with_tensor_kernels(p, [&](auto kernels) { return kernels.plan(p, device); });
+}
+
 // ---- Backward.
 
 // All operands that move along the last axis in packs of at most 16 bytes.
@@ -1811,13 +3435,25 @@ struct BackwardScratch {
 
 }  // namespace
 
+// Bytes of scratch memory that launch_forward needs on the current device.
+int64_t forward_scratch_bytes(const Params& p) {
+  Device device;
+  if (device.read() != cudaSuccess) return 0;
+  const TensorPlan plan = plan_tensor(p, device);
+  return plan.segments > 1 ? p.B * p.H * plan.segments * (p.K + 1) * p.V * 4 : 0;
+}
+
 // Runs the forward operator on the current device. Nothing in `p` may be empty except K; T >= 1.
 cudaError_t launch_forward(const Params& p, cudaStream_t stream) {
-  int device = 0;
-  int processors = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  Device device;
+  cudaError_t error = device.read();
+  if (error != cudaSuccess) return error;
+  const TensorPlan plan = plan_tensor(p, device);
+  if (plan.segments > 0) {
+    return with_tensor_kernels(
+        p, [&](auto kernels) { return kernels.launch(p, device, plan, stream); });
+  }
+  const int processors = device.processors;
   const int64_t rows = max_rows(p.dtype);
   for (int64_t row = 0; error == cudaSuccess && (row == 0 || row < p.K); row += rows) {
     const Params part = slice_rows(p, row, std::min(rows, p.K - row));
@@ -1919,6 +3555,7 @@ namespace gated_delta {
 #ifdef GATED_DELTA_WITH_CUDA
 // In CUDA_SOURCE.
 cudaError_t launch_forward(const Params& p, cudaStream_t stream);
+int64_t forward_scratch_bytes(const Params& p);
 cudaError_t launch_backward(const Params& p, const Gradients& grads, void* scratch,
                             cudaStream_t stream);
 int64_t backward_scratch_bytes(const Params& p);
@@ -2523,6 +4160,12 @@ std::pair<Tensor, Tensor> forward(const Inputs& in) {
       partial = allocate({p.B, p.T, p.H, p.V}, state_type(in.q), device);
       p.partial = contiguous_view(partial.mutable_data_ptr(), p.T, p.H, p.V);
     }
+    Tensor scratch;
+    const int64_t scratch_bytes = forward_scratch_bytes(p);
+    if (scratch_bytes > 0) {
+      scratch = allocate({scratch_bytes}, at::kByte, device);
+      p.scratch = scratch.mutable_data_ptr();
+    }
     C10_CUDA_CHECK(launch_forward(p, c10::cuda::getCurrentCUDAStream(device.index())));
   }
 #endif
@@ -3093,7 +4736,8 @@ def _compile(name: str, folder: str, architectures: list[str], toolkit: str | No
             nvcc_flags.append("--split-compile=0")  # kernels side by side on all cores
         for architecture in architectures:
             number = architecture.removesuffix("ptx")
-            nvcc_flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+            exact = "90a" if number == "90" else number  # runs on the same chips, and has wgmma
+            nvcc_flags.append(f"-gencode=arch=compute_{exact},code=sm_{exact}")
             if architecture.endswith("ptx"):
                 nvcc_flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
         options.update(
