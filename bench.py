@@ -196,8 +196,11 @@ def gate_beside(dtype: torch.dtype, problem: Problem) -> torch.dtype | None:
 
 
 def on_tensor_cores(problem: Problem) -> bool:
-    """Whether the tensor-core kernel may serve this problem on a GPU; the rule of test_gated_delta.py."""
-    return problem.dtype in TENSOR_CORE_TOLERANCE and problem.D % 8 == 0 and problem.D <= 256 and problem.T >= 64
+    """Whether the tensor-core kernel may serve this problem on a GPU. Problems as small as the seed never take it."""
+    elements = problem.B * problem.H * problem.D**2
+    widest = 128 if problem.dtype == torch.float32 else 256
+    fits = problem.dtype in TENSOR_CORE_TOLERANCE and problem.D % 8 == 0 and problem.D <= widest
+    return fits and problem.T >= 16 and (elements >= 16384 or problem.T >= 2048)
 
 
 GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

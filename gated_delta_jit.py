@@ -87,6 +87,11 @@ struct Gradients {
   View<int64_t> dinitial_state;  // the state's type
 };
 
+// Kernels that the forward takes: by a rule, or, for tests, SIMT ones alone or tensor cores wherever
+// they can.
+enum class Kernels : int { kByRule, kSimt, kTensorCores };
+extern Kernels forward_kernels;
+
 // Rows of the state (in the backward: elements of the axis that is summed) that one kernel launch
 // handles. Larger ones are cut in slices whose outputs add up.
 constexpr int64_t max_rows(Dtype dtype) {
@@ -3067,6 +3072,7 @@ int tensor_stages(const Device& device) {
 //   64, 64                 11 / 14     19 / 21     34 / 35   73 / 63  141 / 123   552 / 463
 //   64, 128                23 / 26     43 / 44     96 / 80  188 / 155 373 / 300  1477 / 1168
 bool worth_tensor_cores(const Params& p, const TensorPlan& plan, const Device& device) {
+  if (forward_kernels != Kernels::kByRule) return forward_kernels == Kernels::kTensorCores;
   const int64_t elements = p.B * p.H * p.K * p.V / device.processors;
   if (p.dtype == Dtype::kFloat32) {
     if (p.K <= 16) return false;
@@ -3434,6 +3440,8 @@ struct BackwardScratch {
 };
 
 }  // namespace
+
+Kernels forward_kernels = Kernels::kByRule;
 
 // Bytes of scratch memory that launch_forward needs on the current device.
 int64_t forward_scratch_bytes(const Params& p) {
@@ -4522,7 +4530,18 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
+// For tests: which kernels the forward takes, a number of `Kernels`.
+PyObject* choose_kernels(PyObject*, PyObject* number) {
+  HANDLE_TH_ERRORS
+#ifdef GATED_DELTA_WITH_CUDA
+  forward_kernels = static_cast<Kernels>(PyLong_AsLong(number));
+#endif
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
 PyMethodDef methods[] = {
+    {"choose_kernels", choose_kernels, METH_O, nullptr},
     {"call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call)), METH_FASTCALL,
      nullptr},
     {nullptr, nullptr, 0, nullptr},

@@ -235,16 +235,35 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+KERNELS = {"by rule": 0, "SIMT": 1, "tensor cores": 2}
+_chosen = "by rule"
+
+
+@contextlib.contextmanager
+def kernels(choice: str) -> Iterator[None]:
+    """The forward's kernels on CUDA for a while: by the rule that weighs sizes, or one kind wherever it can serve."""
+    global _chosen
+    before = _chosen
+    _chosen = choice
+    gated_delta_jit._library.choose_kernels(KERNELS[choice])
+    try:
+        yield
+    finally:
+        _chosen = before
+        gated_delta_jit._library.choose_kernels(KERNELS[before])
+
+
 def on_tensor_cores(problem: Problem) -> bool:
     """Whether the tensor-core kernel may serve this problem, so that its results are held to the looser bars.
 
-    The rule: CUDA, no float64, K and V multiples of 8 up to 256, and at least 64 steps. It asks for no strides and no
-    number of heads: a problem that falls back to the other kernels for those is held to the looser bars too.
+    On CUDA, unless SIMT kernels are chosen: no float64, K at most 256 (float32: 128), rows of whole 16 bytes. By rule,
+    or for its strides, such a problem may take a SIMT kernel all the same.
     """
-    _, T, _, K, V = problem.sizes
-    if problem.q.device.type != "cuda" or problem.q.dtype == torch.float64:
+    *_, K, V = problem.sizes
+    if problem.q.device.type != "cuda" or problem.q.dtype == torch.float64 or _chosen == "SIMT":
         return False
-    return T >= 64 and all(width % 8 == 0 and 0 < width <= 256 for width in (K, V))
+    pack = 16 // problem.q.element_size()
+    return 0 < K <= (128 if problem.q.dtype == torch.float32 else 256) and K % pack == V % pack == 0
 
 
 def bars(problem: Problem) -> tuple[Bar, Bar]:
@@ -323,14 +342,27 @@ def check_close(what: str, got: Tensor, want: Tensor, terms: Tensor, bar: Bar | 
         pytest.fail(f"{what}{where}: got {got.flatten()[flat].item()!r}, want {want.flatten()[flat].item()!r}")
 
 
-def check(problem: Problem, y: Tensor, state: Tensor | None, whole: Problem | None = None) -> None:
+class Wanted(NamedTuple):
+    """What the results of a problem are held against: (y, final state) of each."""
+
+    exact: tuple[Tensor, Tensor]
+    terms: tuple[Tensor, Tensor]
+
+
+def wanted(problem: Problem) -> Wanted:
+    return Wanted(oracle(problem), term_sums(problem))
+
+
+def check(
+    problem: Problem, y: Tensor, state: Tensor | None, whole: Problem | None = None, want: Wanted | None = None
+) -> None:
     """Holds the results of `problem` against the oracle. `whole`: the problem that was run, if it was a larger one."""
-    want_y, want_state = oracle(problem)
-    terms_y, terms_state = term_sums(problem)
-    bar_y, bar_state = bars(whole or problem)
-    check_close("y", y, want_y, terms_y, bar_y)
-    if state is not None:
-        check_close("final_state", state, want_state, terms_state, bar_state)
+    want = want or wanted(problem)
+    for what, got, exact, terms, bar in zip(
+        ("y", "final_state"), (y, state), want.exact, want.terms, bars(whole or problem), strict=True
+    ):
+        if got is not None:
+            check_close(what, got, exact, terms, bar)
 
 
 def poison(device: str | torch.device, sizes_in_bytes: list[int]) -> None:
@@ -387,10 +419,19 @@ def run(problem: Problem) -> tuple[Tensor, Tensor | None]:
     return y, state
 
 
+def each_kind_of_kernels(problem: Problem) -> Iterator[str]:
+    """Goes through the kinds that may serve a problem, each chosen meanwhile."""
+    for choice in ("SIMT", "tensor cores") if on_tensor_cores(problem) else ("by rule",):
+        with kernels(choice):
+            yield choice
+
+
 def run_and_check(problem: Problem) -> tuple[Tensor, Tensor | None]:
-    """One call, checked in form and numbers."""
-    y, state = run(problem)
-    check(problem, y, state)
+    """One call with each kind of kernels that may serve, checked in form and numbers."""
+    want = wanted(problem)
+    for _ in each_kind_of_kernels(problem):
+        y, state = run(problem)
+        check(problem, y, state, want=want)
     return y, state
 
 
@@ -544,11 +585,12 @@ def test_zero_gate_forgets(device: str, sizes: tuple[int, ...]) -> None:
     first.gate[:, t] = 0
     second = replace(first, v=first.v.clone(), initial_state=-3 * first.initial_state)
     second.v[:, :t] = -1e25 * second.v[:, :t]
-    y_first, state_first = run(first)
-    y_second, state_second = run(second)
-    assert not torch.equal(y_first[:, :t], y_second[:, :t])
-    assert torch.equal(y_first[:, t:], y_second[:, t:])
-    assert torch.equal(state_first, state_second)
+    for _ in each_kind_of_kernels(first):
+        y_first, state_first = run(first)
+        y_second, state_second = run(second)
+        assert not torch.equal(y_first[:, :t], y_second[:, :t])
+        assert torch.equal(y_first[:, t:], y_second[:, t:])
+        assert torch.equal(state_first, state_second)
 
 
 @on_every_device
@@ -562,13 +604,13 @@ def test_tiny_gate_is_no_zero(device: str, tiny: float, large: float, t: int, si
     problem.v[:, :t] *= large
     problem.v[:, t:] *= 1e-5
     problem.gate[:, t] *= tiny
-    y, state = run(problem)
-    want_y, want_state = oracle(problem)
-    terms_y, terms_state = term_sums(problem)
-    bar_y, bar_state = bars(problem)
-    check_close("y before", y[:, :t], want_y[:, :t], terms_y[:, :t], bar_y)
-    check_close("y after", y[:, t:], want_y[:, t:], terms_y[:, t:], bar_y)
-    check_close("final_state", state, want_state, terms_state, bar_state)
+    (want_y, want_state), (terms_y, terms_state) = wanted(problem)
+    for _ in each_kind_of_kernels(problem):
+        y, state = run(problem)
+        bar_y, bar_state = bars(problem)
+        check_close("y before", y[:, :t], want_y[:, :t], terms_y[:, :t], bar_y)
+        check_close("y after", y[:, t:], want_y[:, t:], terms_y[:, t:], bar_y)
+        check_close("final_state", state, want_state, terms_state, bar_state)
 
 
 @on_every_device
@@ -577,23 +619,24 @@ def test_tiny_gate_is_no_zero(device: str, tiny: float, large: float, t: int, si
 def test_nan_goes_only_where_it_must(device: str, name: str, sizes: tuple[int, ...]) -> None:
     """A NaN reaches exactly the outputs that it reaches in the loop: no earlier step, no other head or column.
 
-    Catches parts masked by multiplication with 0 instead of being left out. On tensor cores the promise is weaker for
-    v alone: a NaN may show in y from the start of its block of 64 steps on, but in the same column only.
+    Catches parts masked by multiplication with 0 instead of being left out. On tensor cores the promise is weaker for v
+    and gate: a NaN may show in y from the start of its block of 16 steps on, but in the same column only.
     """
     problem = make_problem(sizes, device=device)
     # Inside a block that is not the first, where there are two.
     step, column = (85 if sizes[1] > 100 else 21), 3
     getattr(problem, name)[0, step, 1, column] = torch.nan
-    y, state = problem.call()
     want_y, want_state = oracle(problem)
     must = want_y.isnan()
     assert must.any() and not must.all()
-    may = must.clone()
-    if name == "v" and on_tensor_cores(problem):
-        may[0, step // 64 * 64 :, 1, column] = True
-    assert y.isnan()[must].all()
-    assert not y.isnan()[~may].any()
-    assert torch.equal(state.isnan(), want_state.isnan())
+    for _ in each_kind_of_kernels(problem):
+        y, state = problem.call()
+        may = must.clone()
+        if name in ("v", "gate") and on_tensor_cores(problem):
+            may[0, step // 16 * 16 :, 1, column] = True
+        assert y.isnan()[must].all()
+        assert not y.isnan()[~may].any()
+        assert torch.equal(state.isnan(), want_state.isnan())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
