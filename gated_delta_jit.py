@@ -1149,6 +1149,12 @@ __device__ __forceinline__ void wait_for_all_but(int pending) {
   }
 }
 
+// Has the compiler keep a value in a register instead of computing it again in every turn.
+template <typename T>
+__device__ __forceinline__ void keep(T& value) {
+  asm volatile("" : "+r"(value));
+}
+
 template <typename T>
 __device__ __forceinline__ T load_shared(uint32_t address) {
   return *static_cast<const T*>(shared_pointer(address));
@@ -1166,15 +1172,18 @@ struct TileLoader {
   static constexpr int kStride = kThreads / kChunks;
   const View<int64_t>& view;
   const char* from;
-  bool exists;
+  uint32_t place;  // of the first chunk in a tile
+  int first;       // step; beyond every end if the thread's channels don't exist
 
   __device__ __forceinline__ TileLoader(const View<int64_t>& view, int64_t batch, int64_t start,
                                         int64_t head, int64_t channel, int64_t channels)
-      : view(view) {
-    const int first = threadIdx.x % kChunks * kElements;
-    exists = channel + first < channels;
+      : view(view), place(place_of(threadIdx.x / kChunks)), first(threadIdx.x / kChunks) {
+    channel += threadIdx.x % kChunks * kElements;
     from = reinterpret_cast<const char*>(
-        element_of<const T>(view, batch, start + threadIdx.x / kChunks, head, channel + first));
+        element_of<const T>(view, batch, start + first, head, channel));
+    if (channel >= channels) first = INT32_MAX / 2;
+    keep(place);
+    keep(first);
   }
 
   // Starts the next kSteps steps on their way; those from `steps` on don't exist.
@@ -1201,21 +1210,22 @@ struct TileLoader {
   template <class Work>
   __device__ __forceinline__ void for_each_chunk(uint32_t tile, int steps, const Work& work) {
     const int64_t step_bytes = view.stride[1] * static_cast<int64_t>(sizeof(T));
-    const int chunk = threadIdx.x % kChunks;
-    const int first = threadIdx.x / kChunks;
-    const int whole_steps = exists ? steps - first : 0;
-    const uint32_t panel = tile + chunk / Tile::kChunks * Tile::kPanelBytes;
-    const uint32_t to = panel + Tile::offset(slot_of(first), chunk % Tile::kChunks);
+    const int left = steps - first;
 #pragma unroll
     for (int n = 0; n < kSteps; n += kStride) {
-      if (kStride > kSteps && first >= kSteps) break;
+      if (kStride > kSteps && threadIdx.x / kChunks >= kSteps) break;
       // 16 steps on, the place in a row is the same.
-      const uint32_t at = kStride % 16 == 0
-                              ? to + n * Tile::kRowBytes
-                              : panel + Tile::offset(slot_of(n + first), chunk % Tile::kChunks);
-      work(at, from + n * step_bytes, n < whole_steps);
+      const uint32_t at =
+          kStride % 16 == 0 ? place + n * Tile::kRowBytes : place_of(n + threadIdx.x / kChunks);
+      work(tile + at, from + n * step_bytes, n < left);
     }
     from += kSteps * step_bytes;
+  }
+
+  static __device__ __forceinline__ uint32_t place_of(int step) {
+    const int chunk = threadIdx.x % kChunks;
+    return chunk / Tile::kChunks * Tile::kPanelBytes +
+           Tile::offset(slot_of(step), chunk % Tile::kChunks);
   }
 };
 
@@ -1683,7 +1693,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
 
   // ---- Loading.
   uint32_t shared = shared_address(tensor_memory);
-  asm volatile("" : "+r"(shared));
+  keep(shared);
   const uint32_t ring_end = shared + launch.stages * Traits::kStageBytes;
   const uint32_t products = ring_end;
   constexpr int kThreads = Traits::kThreads;
@@ -1741,26 +1751,39 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   const ColumnFragments<Gate, typename Traits::GateTile> gate_fragments(warp * 16);
   const LevelMasks<Element> masks(group, quad);
 
-  // Reads the gates and values of a chunk's tile; past the end a gate leaves the state as it is.
-  const auto load_tile = [&](TimeTile<Traits>& tile, int u, int chunk, uint32_t stage) {
+  // Reads the gates and values of a chunk's tile.
+  const auto load_tile = [&](TimeTile<Traits>& tile, int u, uint32_t stage) {
     Operand<Gate> unused[4];
     gate_fragments.load(tile.gate, unused, stage + kOfGate + u * Traits::kGateTile);
     value_fragments.load(tile.value, tile.plain, stage + kOfV + u * Traits::kColumnTile);
-    if (__builtin_expect(p.log_gate, 0)) {
+  };
+  // Past the end a gate leaves the state as it is. `left`: steps from the tile's first on.
+  const auto finish_gates = [&](TimeTile<Traits>& tile, int left) {
+    if (p.log_gate) {
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
         float& gate = tile.gate[n / 4][n / 2 % 2][n % 2];
         gate = expf(gate);
       }
     }
-    const int left = steps - chunk * kSteps - u * 16;
-    if (__builtin_expect(left < 16, 0)) {
 #pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        if (4 * quad + n / 4 * 2 + n % 2 >= left) tile.gate[n / 4][n / 2 % 2][n % 2] = 1;
-      }
+    for (int n = 0; n < 8; ++n) {
+      float& gate = tile.gate[n / 4][n / 2 % 2][n % 2];
+      gate = 4 * quad + n / 4 * 2 + n % 2 < left ? gate : 1.0f;
     }
-    tile.multiply_gates();
+  };
+  // Both, of as many tiles from u on.
+  const auto load_gates = [&](auto& tiles, int u, int chunk, uint32_t stage) {
+    constexpr int kCount = sizeof(tiles) / sizeof(tiles[0]);
+    const int left = steps - chunk * kSteps - u * 16;
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) load_tile(tiles[n], u + n, stage);
+    if (__builtin_expect(p.log_gate || left < 16 * kCount, 0)) {
+#pragma unroll
+      for (int n = 0; n < kCount; ++n) finish_gates(tiles[n], left - 16 * n);
+    }
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) tiles[n].multiply_gates();
   };
 
   // P of a chunk, times scale: block m * kTiles + n is the m-th tile of q with the n-th of k. (Of
@@ -1900,23 +1923,20 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       multiply_q_k(1, next_stage(0, stage));
       __syncthreads();
     }
-    TimeTile<Traits> tile;
-    load_tile(tile, 0, 0, stage);
-    plan.template take<!kStateOnly, 0>(tile, launch.scale, products, masks);
+    TimeTile<Traits> tile[1];
+    load_gates(tile, 0, 0, stage);
+    plan.template take<!kStateOnly, 0>(tile[0], launch.scale, products, masks);
     if constexpr (kTiles == 2) {
-      load_tile(tile, 1, 0, stage);
-      plan.template take<!kStateOnly, 1>(tile, launch.scale, products, masks);
+      load_gates(tile, 1, 0, stage);
+      plan.template take<!kStateOnly, 1>(tile[0], launch.scale, products, masks);
     }
   }
 
   for (int chunk = 0; chunk < chunks; ++chunk) {
     const uint32_t next = next_stage(chunk, stage);
     const uint32_t after_next = next_stage(chunk + 1, next);
-    TimeTile<Traits> tiles[kTiles];
-    if constexpr (Traits::kEarly) {
-#pragma unroll
-      for (int u = 0; u < kTiles; ++u) load_tile(tiles[u], u, chunk + 1, next);
-    }
+    TimeTile<Traits> tiles[Traits::kEarly ? kTiles : 1];
+    if constexpr (Traits::kEarly) load_gates(tiles, 0, chunk + 1, next);
 
     // ---- What the state before the chunk gives to each step; the state after it.
     float y[2 * kTiles][4];
@@ -1977,7 +1997,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     __syncthreads();
     start_loading(chunk + launch.stages - 1,
                   (stage == shared ? ring_end : stage) - Traits::kStageBytes);
-    if constexpr (!Traits::kEarly) load_tile(tiles[0], 0, chunk + 1, next);
+    if constexpr (!Traits::kEarly) load_gates(tiles, 0, chunk + 1, next);
 
     // ---- P of the chunk after the next.
     if constexpr (kWgmma && !kStateOnly) {
@@ -2028,8 +2048,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     }
 
     if constexpr (kTiles == 2) {
-      if constexpr (!Traits::kEarly) load_tile(tiles[1], 1, chunk + 1, next);
-      next_plan.template take<!kStateOnly, 1>(tiles[1], launch.scale, next_products, masks);
+      if constexpr (!Traits::kEarly) load_gates(tiles, 1, chunk + 1, next);
+      next_plan.template take<!kStateOnly, 1>(tiles[Traits::kEarly ? 1 : 0], launch.scale,
+                                              next_products, masks);
     }
     if constexpr (!kStateOnly && Traits::kEarly) copy_out(chunk, stage + kOfV);
     if constexpr (kWgmma) {
