@@ -28,7 +28,6 @@ import ctypes
 import hashlib
 import importlib.machinery
 import importlib.util
-import inspect
 import logging
 import os
 import platform
@@ -3108,7 +3107,7 @@ bool worth_tensor_cores(const Params& p, const TensorPlan& plan, const Device& d
 }
 
 template <class Traits>
-TensorPlan plan_tensor(const Params& p, const Device& device) {
+TensorPlan plan_tiles(const Params& p, const Device& device) {
   TensorPlan plan;
   if (tensor_stages<Traits>(device) < 4) return plan;
   const int64_t tiles = (p.V + Traits::kColumns - 1) / Traits::kColumns;
@@ -3138,8 +3137,8 @@ cudaError_t launch_tensor_kernel(const Params& p, const TensorLaunch& launch, in
 }
 
 template <class Traits>
-cudaError_t launch_tensor(const Params& p, const Device& device, const TensorPlan& plan,
-                          cudaStream_t stream) {
+cudaError_t launch_tiles(const Params& p, const Device& device, const TensorPlan& plan,
+                         cudaStream_t stream) {
   TensorLaunch launch;
   launch.segments = plan.segments;
   launch.segment_steps = plan.segment_steps;
@@ -3187,30 +3186,51 @@ struct TensorKernels {
                       moves_in_chunks(p.v, p, kElement) && moves_in_chunks(p.y, p, kElement) &&
                       (p.gate.stride[3] == 0 || moves_in_chunks(p.gate, p, sizeof(Gate)));
     if (!fits) return TensorPlan();
-    return with_traits(p, [&](auto traits) { return plan_tensor<decltype(traits)>(p, device); });
+    return with_traits(p, [&](auto traits) { return plan_tiles<decltype(traits)>(p, device); });
   }
 
   static cudaError_t launch(const Params& p, const Device& device, const TensorPlan& plan,
                             cudaStream_t stream) {
     return with_traits(
-        p, [&](auto traits) { return launch_tensor<decltype(traits)>(p, device, plan, stream); });
+        p, [&](auto traits) { return launch_tiles<decltype(traits)>(p, device, plan, stream); });
   }
 };
 
-// Calls `use` with the tensor-core kernels for p's types. float64 has none, and no plan.
-template <class Use>
+// Calls `use` with the tensor-core kernels for p's types; Element is q's.
+template <typename Element, class Use>
 auto with_tensor_kernels(const Params& p, Use use) {
-  const bool float_gate = p.gate_dtype == Dtype::kFloat32;
-  if (p.dtype == Dtype::kFloat16 && float_gate) return use(TensorKernels<__half, float>());
-  if (p.dtype == Dtype::kFloat16) return use(TensorKernels<__half, __half>());
-  if (p.dtype == Dtype::kBFloat16 && float_gate) return use(TensorKernels<__nv_bfloat16, float>());
-  if (p.dtype == Dtype::kBFloat16) return use(TensorKernels<__nv_bfloat16, __nv_bfloat16>());
-  return use(TensorKernels<float, float>());
+  if constexpr (sizeof(Element) == 2) {
+    if (p.gate_dtype != Dtype::kFloat32) return use(TensorKernels<Element, Element>());
+  }
+  return use(TensorKernels<Element, float>());
+}
+
+template <typename Element>
+TensorPlan plan_tensor(const Params& p, const Device& device) {
+  return with_tensor_kernels<Element>(p, [&](auto kernels) { return kernels.plan(p, device); });
 }
 
 TensorPlan plan_tensor(const Params& p, const Device& device) {
-  if (p.dtype == Dtype::kFloat64) return TensorPlan();
-  return with_tensor_kernels(p, [&](auto kernels) { return kernels.plan(p, device); });
+  switch (p.dtype) {
+    case Dtype::kFloat32:
+      return plan_tensor<float>(p, device);
+    case Dtype::kFloat16:
+      return plan_tensor<__half>(p, device);
+    case Dtype::kBFloat16:
+      return plan_tensor<__nv_bfloat16>(p, device);
+    default:
+      return TensorPlan();
+  }
+}
+
+template <typename Element>
+cudaError_t launch_tensor(const Params& p, cudaStream_t stream) {
+  Device device;
+  const cudaError_t error = device.read();
+  if (error != cudaSuccess) return error;
+  const TensorPlan plan = plan_tensor<Element>(p, device);
+  return with_tensor_kernels<Element>(
+      p, [&](auto kernels) { return kernels.launch(p, device, plan, stream); });
 }
 
 // ---- Backward.
@@ -3462,6 +3482,20 @@ struct BackwardScratch {
 
 }  // namespace
 
+// ---- The ways in. This source compiles in one piece or, to save time, as several objects, each with
+// GATED_DELTA_PART set to one of these numbers.
+
+#ifndef GATED_DELTA_PART
+#define GATED_DELTA_IN_PART(number) 1
+#else
+#define GATED_DELTA_IN_PART(number) (GATED_DELTA_PART == number)
+#endif
+
+cudaError_t launch_tensor_float16(const Params& p, cudaStream_t stream);
+cudaError_t launch_tensor_bfloat16(const Params& p, cudaStream_t stream);
+cudaError_t launch_tensor_float32(const Params& p, cudaStream_t stream);
+
+#if GATED_DELTA_IN_PART(1)
 Kernels forward_kernels = Kernels::kByRule;
 
 // Bytes of scratch memory that launch_forward needs on the current device.
@@ -3479,8 +3513,9 @@ cudaError_t launch_forward(const Params& p, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   const TensorPlan plan = plan_tensor(p, device);
   if (plan.segments > 0) {
-    return with_tensor_kernels(
-        p, [&](auto kernels) { return kernels.launch(p, device, plan, stream); });
+    if (p.dtype == Dtype::kFloat16) return launch_tensor_float16(p, stream);
+    if (p.dtype == Dtype::kBFloat16) return launch_tensor_bfloat16(p, stream);
+    return launch_tensor_float32(p, stream);
   }
   const int processors = device.processors;
   const int64_t rows = max_rows(p.dtype);
@@ -3504,7 +3539,27 @@ cudaError_t launch_forward(const Params& p, cudaStream_t stream) {
   }
   return error;
 }
+#endif
 
+#if GATED_DELTA_IN_PART(2)
+cudaError_t launch_tensor_float16(const Params& p, cudaStream_t stream) {
+  return launch_tensor<__half>(p, stream);
+}
+#endif
+
+#if GATED_DELTA_IN_PART(3)
+cudaError_t launch_tensor_bfloat16(const Params& p, cudaStream_t stream) {
+  return launch_tensor<__nv_bfloat16>(p, stream);
+}
+#endif
+
+#if GATED_DELTA_IN_PART(4)
+cudaError_t launch_tensor_float32(const Params& p, cudaStream_t stream) {
+  return launch_tensor<float>(p, stream);
+}
+#endif
+
+#if GATED_DELTA_IN_PART(5)
 // Bytes of scratch memory that launch_backward needs.
 int64_t backward_scratch_bytes(const Params& p) {
   return BackwardScratch(p).total * (p.dtype == Dtype::kFloat64 ? 8 : 4);
@@ -3540,6 +3595,8 @@ cudaError_t launch_backward(const Params& p, const Gradients& grads, void* scrat
   if (p.dtype == Dtype::kFloat64) return BackwardKernels<double>::launch(p, grads, launch, stream);
   return BackwardKernels<float>::launch(p, grads, launch, stream);
 }
+
+#endif
 
 }  // namespace gated_delta
 """
@@ -4590,11 +4647,13 @@ PyMODINIT_FUNC GATED_DELTA_INIT(TORCH_EXTENSION_NAME)() {
 
 _CXX_FLAGS = ["-O3"]
 _NVCC_FLAGS = ["-O3"]
+_CUDA_PARTS = 5  # of CUDA_SOURCE, see GATED_DELTA_PART there
 
 
 def _library_hash() -> str:
     """Stands for all that a compiled library depends on, apart from the GPU architectures."""
-    parts = [CUDA_SOURCE, CPP_SOURCE, *_CXX_FLAGS, *_NVCC_FLAGS, torch.__version__, str(torch.version.cuda)]
+    parts = [CUDA_SOURCE, CPP_SOURCE, *_CXX_FLAGS, *_NVCC_FLAGS, str(_CUDA_PARTS)]
+    parts += [torch.__version__, str(torch.version.cuda)]
     parts += [str(sysconfig.get_config_var("SOABI")), platform.machine(), __version__]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
@@ -4765,7 +4824,8 @@ def _compile(name: str, folder: str, architectures: list[str], toolkit: str | No
     said = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True, check=False).stdout
     if "Free Software Foundation" in said and sys.platform == "linux":
         cxx_flags.append("-fopenmp")  # at::parallel_for runs on torch's own threads, through its copy of the runtime
-    options = {"cpp_sources": f'#line 1 "gated_delta.cpp"\n{CPP_SOURCE}', "extra_cflags": cxx_flags, "with_cuda": False}
+    sources = {"gated_delta.cpp": f'#line 1 "gated_delta.cpp"\n{CPP_SOURCE}'}
+    options = {"extra_cflags": cxx_flags, "with_cuda": bool(architectures)}
     if architectures:
         cxx_flags.append("-DGATED_DELTA_WITH_CUDA")
         nvcc_flags = list(_NVCC_FLAGS)
@@ -4780,11 +4840,10 @@ def _compile(name: str, folder: str, architectures: list[str], toolkit: str | No
             nvcc_flags.append(f"-gencode=arch=compute_{exact},code=sm_{exact}")
             if architecture.endswith("ptx"):
                 nvcc_flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
-        options.update(
-            cuda_sources=f'#line 1 "gated_delta.cu"\n{CUDA_SOURCE}', extra_cuda_cflags=nvcc_flags, with_cuda=True
-        )
-    if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters:
-        options["no_implicit_headers"] = True  # torch/extension.h would cost a minute
+        options["extra_cuda_cflags"] = nvcc_flags
+        for part in range(1, _CUDA_PARTS + 1):  # compiled side by side
+            text = f'#define GATED_DELTA_PART {part}\n#line 1 "gated_delta.cu"\n{CUDA_SOURCE}'
+            sources[f"gated_delta_part{part}.cu"] = text
 
     build = os.path.join(folder, "build")
     os.makedirs(build, exist_ok=True)
@@ -4798,7 +4857,11 @@ def _compile(name: str, folder: str, architectures: list[str], toolkit: str | No
     cpp_extension.CUDA_HOME = toolkit or home_before
     with _explain(Exception, advice), _environment(PATH=path), contextlib.ExitStack() as cleanup:
         cleanup.callback(setattr, cpp_extension, "CUDA_HOME", home_before)
-        cpp_extension.load_inline(name=name, build_directory=build, **options)
+        for file_name, text in sources.items():
+            with open(os.path.join(build, file_name), "w") as file:
+                file.write(text)
+        paths = [os.path.join(build, file_name) for file_name in sources]
+        cpp_extension.load(name=name, sources=paths, build_directory=build, **options)
     os.replace(os.path.join(build, f"{name}.so"), os.path.join(folder, f"{name}.so"))
 
 
@@ -4830,7 +4893,7 @@ def _load_library():
             if not os.path.isfile(path):
                 kernels = "CUDA and CPU kernels" if wanted else "CPU kernels"
                 note = f"; no CUDA kernels: {lacks}" if lacks else ""
-                words = f"compiling {kernels}, about 30 s, into {folder}{note}"
+                words = f"compiling {kernels}, half a minute on 16 cores, into {folder}{note}"
                 print(f"gated_delta_jit: {words}", file=sys.stderr)
                 started = time.monotonic()
                 _compile(name, folder, wanted, toolkit)
