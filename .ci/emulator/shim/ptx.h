@@ -40,3 +40,23 @@ __device__ __forceinline__ void mma_16x8x8_tf32(float (&c)[4], const float (&a)[
   const uint32_t words[4] = {__float_as_uint(a[0]), __float_as_uint(a[1]), __float_as_uint(a[2]), __float_as_uint(a[3])};
   ::emu::mma(::emu::kMmaTf32, c, words, __float_as_uint(b0), __float_as_uint(b1));
 }
+
+// ---- Hopper.
+__device__ __forceinline__ void fence_for_wgmma() { ::emu::fail("wgmma is not emulated"); }
+__device__ __forceinline__ void wgmma_fence() { ::emu::fail("wgmma is not emulated"); }
+__device__ __forceinline__ void wgmma_commit() { ::emu::fail("wgmma is not emulated"); }
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  ::emu::fail("wgmma is not emulated");
+}
+__device__ __forceinline__ void wgmma_hold(uint32_t (&)[4]) {}
+__device__ __forceinline__ void wgmma_hold(float (&)[4]) {}
+__device__ __forceinline__ uint64_t wgmma_matrix(uint32_t, uint32_t) { return 0; }
+template <typename Element, bool kTransposed, int kN>
+__device__ __forceinline__ void wgmma_64x16(float (&)[kN][4], const uint32_t (&)[4], uint64_t, int) {
+  ::emu::fail("wgmma is not emulated");
+}
+template <typename Element>
+__device__ __forceinline__ void wgmma_64x16(float (&)[4][4], uint64_t, uint64_t, int) {
+  ::emu::fail("wgmma is not emulated");
+}
