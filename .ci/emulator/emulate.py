@@ -93,6 +93,7 @@ def rewrite(text):
     text = replace_ptx(text)
     # Defined for the kernels alone: CUDA's headers would take it for nvcc's device pass.
     text = re.sub(r"\b__CUDA_ARCH__\b", "EMU_ARCH", text)
+    text = re.sub(r"\b__CUDA_ARCH_FEAT_SM90_ALL\b", "EMU_ARCH_FEAT_SM90_ALL", text)
     # kernel<...><<<config>>>(args), from the last to the first.
     while True:
         clean = blank_comments(text)
@@ -224,6 +225,11 @@ def write(path, text):
             file.write(text)
 
 
+def arch_flags(arch):
+    flags = [f"-DEMU_ARCH={int(arch.removesuffix('a'))}"]
+    return [*flags, "-DEMU_ARCH_FEAT_SM90_ALL"] if arch == "900a" else flags
+
+
 def build(source, mode, optimise, only_float, arch, quiet=False):
     """The path of the test program, or a string of compiler messages."""
     contract = source[: source.index("#include <cuda_bf16.h>")]
@@ -247,7 +253,7 @@ def build(source, mode, optimise, only_float, arch, quiet=False):
             "kernels",
             os.path.join(folder, "gated_delta.emu.cpp"),
             [*headers[:1], PTX_HOST],
-            [optimise, f"-DEMU_ARCH={arch}", *FLAGS[mode], *KERNEL_FLAGS[mode]],
+            [optimise, *arch_flags(arch), *FLAGS[mode], *KERNEL_FLAGS[mode]],
             quiet,
         ),
         compile_object("emu", os.path.join(SHIM, "emu.cpp"), headers[:1], ["-O2", *FLAGS[mode]], quiet),
@@ -272,7 +278,7 @@ def build_ptx(source, mode, optimise, arch):
     path = os.path.join(source_folder(converted, mode), "ptx_test.emu.cpp")
     write(path, converted)
     header = os.path.join(SHIM, "emu.h")
-    flags = [optimise, f"-DEMU_ARCH={arch}", *FLAGS[mode], *KERNEL_FLAGS[mode]]
+    flags = [optimise, *arch_flags(arch), *FLAGS[mode], *KERNEL_FLAGS[mode]]
     jobs = [
         compile_object("kernels", path, [header, PTX_HOST], flags, False),
         compile_object("emu", os.path.join(SHIM, "emu.cpp"), [header], ["-O2", *FLAGS[mode]], False),
@@ -468,7 +474,7 @@ def main():
     parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
     parser.add_argument("--float", action="store_true", help="compile float32 kernels only (with --dtype float32)")
     parser.add_argument("-O", default="1", help="optimisation of the kernels (default 1)")
-    parser.add_argument("--arch", type=int, default=900, help="__CUDA_ARCH__ (default 900)")
+    parser.add_argument("--arch", default="900", help="__CUDA_ARCH__ (default 900), or 900a")
     parser.add_argument("--print", action="store_true", help="ptx: print the test as a program for nvcc")
     parser.add_argument("--only", help="mutate: those with this text in their name")
     options, options.rest = parser.parse_known_args()
