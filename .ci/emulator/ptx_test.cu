@@ -116,7 +116,7 @@ __global__ void copy(const uint32_t* in, uint32_t* out, int rows, int stages, in
 // Faults that multiply_wgmma() can be given.
 enum Fault {
   kNone, kNoFenceForWgmma, kNoWgmmaFence, kNoBarrierBefore, kEarlyRead, kEarlyWrite, kAccumulatorWritten, kLeftWritten,
-  kOperandWritten, kOperandTouched, kNeverWaits, kWarpStaysAway, kWarpsDiffer
+  kOperandWritten, kOperandTouched, kLateFence, kNeverWaits, kWarpStaysAway, kWarpsDiffer
 };
 
 // Place of an element in rows of 64 whose 16-byte chunks are permuted.
@@ -144,8 +144,9 @@ __global__ void multiply_wgmma(const Element* a, const Element* b, const float* 
   for (int i = 0; i < depth / 4; ++i) {
     memcpy(&words[i / 4][i % 4], a + (row + i % 2 * 8) * depth + i / 4 * 16 + i % 4 / 2 * 8 + 2 * place, 4);
   }
-  if (fault != kNoFenceForWgmma) fence_for_wgmma();
+  if (fault != kNoFenceForWgmma && fault != kLateFence) fence_for_wgmma();
   if (fault != kNoBarrierBefore) __syncthreads();
+  if (fault == kLateFence) fence_for_wgmma();
   for (int k = 0; k < depth / 16; ++k) wgmma_hold(words[k]);
   for (int i = 0; i < kEights; ++i) wgmma_hold(c[i]);
   if (fault != kNoWgmmaFence) wgmma_fence();
@@ -437,6 +438,7 @@ void test_wgmma_faults() {
   };
   const Case cases[] = {
       {kNoFenceForWgmma, "what fence_for_wgmma didn't follow", true},
+      {kLateFence, "what fence_for_wgmma didn't follow", true},
       {kNoWgmmaFence, "no wgmma.fence", false},
       {kNoBarrierBefore, "race check: read", true},
       {kEarlyWrite, "cp.async to where a wgmma under way reads", false},

@@ -89,6 +89,8 @@ uint32_t ready_warps = 0;
 int warp_now = 0, alive = 0, at_barrier = 0;
 uint64_t launch_number = 0, block_number = 0;
 uint32_t barrier_epoch = 0, warp_epoch[32];
+uint32_t fences[kMaxThreads];                 // calls of fence_for_wgmma
+uint32_t fences_before_barrier[kMaxThreads];  // up to the last __syncthreads
 size_t dynamic_shared_bytes = 0;
 // Addresses in shared memory: dynamic, then static memory, all below 256 KiB as wgmma needs it.
 constexpr uint32_t kDynamicBase = 1024;
@@ -286,6 +288,7 @@ void barrier() {
   if (++at_barrier == alive) {
     at_barrier = 0;
     ++barrier_epoch;
+    if (race_build) memcpy(fences_before_barrier, fences, threads * sizeof fences[0]);
     for (int w = 0; w < warps; ++w) ready[w] = live[w];
     ready_warps = warps == 32 ? ~0u : (1u << warps) - 1;
     for (int i = 0; i < threads; ++i) fibers[i].kind = kNone;
@@ -541,7 +544,6 @@ uint8_t copies_to[256 * 1024 / 16];
 int copies_under_way = 0;
 uint16_t wgmmas_from[256 * 1024 / 16];  // likewise of wgmma that read them, counted for each warp
 int wgmmas_reading = 0;
-uint32_t fences[kMaxThreads];  // calls of fence_for_wgmma
 bool whole_warp = false;  // a collective of the tensor cores accesses memory
 bool for_wgmma = false;
 
@@ -552,10 +554,11 @@ const void* at_address(uint32_t address) {
 
 #ifdef EMU_RACE
 namespace {
-// Has the thread that wrote, or each of its warp, called fence_for_wgmma since?
+// Has the thread that wrote, or each of its warp, called fence_for_wgmma since? In another warp: before the last barrier.
 bool has_fenced(const Access& write) {
+  const uint32_t* const now = write.warp == self->index / 32 ? fences : fences_before_barrier;
   for (int lane = std::max<int>(write.lane, 0); lane < (write.lane < 0 ? 32 : write.lane + 1); ++lane)
-    if (fences[32 * write.warp + lane] <= write.fence) return false;
+    if (now[32 * write.warp + lane] <= write.fence) return false;
   return true;
 }
 
