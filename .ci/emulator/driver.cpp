@@ -181,8 +181,26 @@ struct Operand {
   }
 };
 
-Layout input_layout(Rng& rng, const i64 (&sizes)[4], bool may_expand) {
+// With `in_chunks` one of those that tensor cores can read, the gate's also with one element for all channels.
+Layout input_layout(Rng& rng, const i64 (&sizes)[4], bool may_expand, bool in_chunks, bool is_gate) {
   Layout l;
+  if (in_chunks) {
+    const i64 kind = rng.below(is_gate ? 4 : 3);
+    if (kind == 0) {
+      l.name = "padded";
+      l.pad = rng.pick<i64>({8, 16, 32});
+    } else if (kind == 1) {
+      l.name = "BHTC";
+      l.order[1] = 2;
+      l.order[2] = 1;
+    } else {
+      l.name = "expanded";
+      for (int axis = 0; axis < 3; ++axis) l.expand[axis] = rng.chance(0.4);
+      l.expand[3] = kind == 3;
+      if (kind == 2) l.expand[rng.below(3)] = true;
+    }
+    return l;
+  }
   switch (rng.below(may_expand ? 8 : 6)) {
     case 0: case 1:
       l.name = "padded";
@@ -229,6 +247,7 @@ struct Spec {
   double scale = 1;
   int gates = 0;
   int processors = 132;
+  int segments = 0;  // that the tensor cores' kernel has to run in; 0: no matter which kernel runs
   uint64_t seed = 0;
 
   std::string describe() const {
@@ -271,14 +290,14 @@ struct Problem {
     emu::untrack_all();
     Rng rng(s.seed);
     const i64 rows[4] = {s.B, s.T, s.H, s.K}, columns[4] = {s.B, s.T, s.H, s.V}, state[4] = {s.B, s.H, s.K, s.V};
-    const auto layout = [&](const i64(&sizes)[4], bool expand) {
-      return s.strided && rng.chance(0.6) ? input_layout(rng, sizes, expand) : Layout{};
+    const auto layout = [&](const i64(&sizes)[4], bool expand, bool is_gate = false) {
+      return s.strided && rng.chance(0.6) ? input_layout(rng, sizes, expand, s.segments > 0, is_gate) : Layout{};
     };
     const auto output_layout = [&] {
       Layout l;
       if (s.strided_outputs && rng.chance(0.5)) {
         l.name = "padded";
-        l.pad = rng.pick<i64>({8, 16, 3});
+        l.pad = s.segments > 0 ? rng.pick<i64>({8, 16}) : rng.pick<i64>({8, 16, 3});
       }
       return l;
     };
@@ -286,7 +305,7 @@ struct Problem {
     q.make("q", s.dtype, {s.B, s.T, s.H, s.K}, layout(rows, true));
     k.make("k", s.dtype, {s.B, s.T, s.H, s.K}, layout(rows, true));
     v.make("v", s.dtype, {s.B, s.T, s.H, s.V}, layout(columns, true));
-    gate.make("gate", s.gate_dtype, {s.B, s.T, s.H, s.V}, layout(columns, true));
+    gate.make("gate", s.gate_dtype, {s.B, s.T, s.H, s.V}, layout(columns, true, true));
     if (s.has_initial) initial.make("initial", accum, {s.B, s.H, s.K, s.V}, layout(state, true));
     for (Operand* x : {&q, &k, &v, &initial}) {
       if (x->used()) x->fill([&] { return rng.normal(); });
@@ -549,10 +568,20 @@ std::string run_case(const Spec& spec, bool backward, const std::vector<int>& sc
     p.drop_workspaces();
     emu::errors.clear();
     const std::string label = std::string("[order ") + kSchedules[which].name + "] ";
-    const uint64_t products = emu::counts.products;
+    const uint64_t products = emu::counts.products, launches = emu::counts.launches;
     const cudaError_t error = backward ? call_backward(p) : call_forward(p);
     if (!emu::errors.empty()) return label + "ERROR: " + emu::errors[0] + " (" + std::to_string(emu::errors.size()) + " such messages)";
     if (error != cudaSuccess) return label + "the launch returned CUDA error " + std::to_string(error);
+    // Older chips have too little shared memory for some.
+    if (spec.segments > 0 && (emu::arch == 900 || emu::counts.products > products)) {
+      if (emu::counts.products == products) return label + "meant for tensor cores, but they weren't used";
+      const uint64_t kernels = emu::counts.launches - launches;
+      if (kernels != (spec.segments > 1 ? 3 : 1)) return label + std::to_string(kernels) + " kernels: not the segments meant";
+      const size_t scratch = spec.segments > 1 ? spec.B * spec.H * spec.segments * (spec.K + 1) * spec.V : 0;
+      size_t got = 0;
+      for (Operand& x : p.workspaces) got += x.name == "scratch" ? x.elements() : 0;
+      if (got != scratch) return label + "scratch for " + std::to_string(got) + " numbers, " + std::to_string(scratch) + " expected";
+    }
     for (Operand* x : p.inputs()) if (x->used() && !x->unchanged()) return label + "input " + x->name + " was modified";
     if (!first.empty()) {
       size_t i = 0;
@@ -666,6 +695,57 @@ std::vector<Spec> all_cases(bool backward, uint64_t seed, int rounds) {
   return cases;
 }
 
+// Of the tensor cores' kernel: every tile, pair of types, end of a chunk; with few processors small problems reach it.
+std::vector<Spec> tensor_cases(uint64_t seed) {
+  struct Size { i64 B, T, H, K, V; int processors, segments; };
+  const Dtype half = Dtype::kFloat16, bfloat = Dtype::kBFloat16, single = Dtype::kFloat32;
+  const Size halves[] = {
+      {1, 64, 1, 32, 32, 1, 1}, {1, 65, 1, 24, 40, 1, 1}, {2, 100, 2, 16, 24, 1, 1}, {1, 257, 1, 8, 32, 1, 1}, {1, 300, 1, 32, 8, 1, 1},
+      {1, 16, 1, 64, 64, 1, 1}, {1, 17, 1, 64, 72, 1, 1}, {1, 63, 1, 64, 64, 1, 1}, {1, 97, 1, 40, 64, 1, 1}, {2, 128, 2, 56, 24, 1, 1},
+      {1, 161, 1, 64, 128, 1, 1}, {1, 31, 1, 128, 128, 1, 1}, {1, 33, 1, 128, 136, 1, 1}, {1, 96, 1, 72, 128, 1, 1}, {1, 129, 1, 128, 40, 1, 1},
+      {2, 70, 1, 104, 200, 1, 1}, {1, 16, 1, 256, 128, 1, 1}, {1, 49, 1, 136, 72, 1, 1}, {1, 100, 1, 256, 136, 1, 1}, {1, 80, 2, 200, 16, 1, 1},
+      {1, 520, 1, 32, 32, 3, 2}, {1, 800, 1, 24, 32, 3, 3}, {1, 545, 1, 64, 64, 3, 2}, {1, 777, 1, 40, 56, 3, 3}, {1, 513, 1, 128, 128, 3, 2},
+      {1, 770, 1, 64, 128, 6, 3}, {2, 520, 1, 64, 64, 6, 2}, {1, 520, 1, 144, 24, 3, 2}, {1, 2048, 1, 8, 16, 5, 5}, {1, 2100, 1, 128, 8, 8, 8},
+  };
+  const Size singles[] = {
+      {1, 512, 1, 32, 32, 1, 1}, {1, 513, 1, 20, 48, 1, 1}, {2, 129, 2, 32, 32, 1, 1}, {1, 128, 1, 64, 64, 1, 1}, {1, 145, 1, 64, 68, 1, 1},
+      {1, 190, 1, 36, 100, 1, 1}, {1, 128, 1, 128, 128, 1, 1}, {1, 135, 1, 100, 132, 1, 1}, {1, 150, 2, 68, 36, 1, 1},
+      {1, 1030, 1, 64, 64, 3, 3}, {1, 520, 1, 128, 128, 3, 2}, {1, 530, 1, 128, 192, 6, 2}, {1, 4096, 1, 20, 4, 3, 3},
+  };
+  std::vector<Spec> cases;
+  Rng rng(seed + 1000);
+  const auto add = [&](const Size& z, Dtype dtype, Dtype gate, bool plain) {
+    Spec s;
+    s.B = z.B;
+    s.T = z.T;
+    s.H = z.H;
+    s.K = z.K;
+    s.V = z.V;
+    s.processors = z.processors;
+    s.segments = z.segments;
+    s.dtype = dtype;
+    s.gate_dtype = gate;
+    s.has_initial = plain || rng.chance(0.5);
+    s.wants_final = plain || rng.chance(0.5);
+    s.strided = !plain && rng.chance(0.7);
+    s.strided_outputs = !plain && rng.chance(0.3);
+    s.log_gate = !plain && rng.chance(0.3);
+    s.scale = plain ? 1.0 : rng.chance(0.7) ? 1 / std::sqrt(static_cast<double>(s.K)) : -0.5;
+    s.gates = plain ? 1 : static_cast<int>(rng.below(5));
+    s.seed = rng.next() >> 34;
+    cases.push_back(s);
+  };
+  for (const Size& z : halves)
+    for (bool plain : {true, false}) {
+      add(z, bfloat, bfloat, plain);
+      add(z, half, half, plain);
+      if (!plain) add(z, rng.chance(0.5) ? half : bfloat, single, plain);
+    }
+  for (const Size& z : singles)
+    for (bool plain : {true, false}) add(z, single, single, plain);
+  return cases;
+}
+
 // The float64 gradient formulas against central differences of the float64 forward loop.
 int selftest() {
   int bad = 0;
@@ -716,7 +796,7 @@ int selftest() {
 int main(int argc, char** argv) {
   setvbuf(stdout, nullptr, _IOLBF, 0);
   const std::string what = argc > 1 ? argv[1] : "forward";
-  bool quick = false, verbose = false, all_orders = false, times = false;
+  bool quick = false, tensor = false, verbose = false, all_orders = false, times = false;
   int shard = 0, shards = 1, rounds = -1, limit = 10;
   i64 only = -1;
   uint64_t seed = 1;
@@ -729,6 +809,7 @@ int main(int argc, char** argv) {
       return argv[++i];
     };
     if (a == "--quick") quick = true;
+    else if (a == "--tensor") tensor = true;
     else if (a == "--verbose") verbose = true;
     else if (a == "--times") times = true;
     else if (a == "--all-orders") all_orders = true;
@@ -756,7 +837,13 @@ int main(int argc, char** argv) {
   }
 #endif
   if (rounds < 0) rounds = backward ? 1 : 2;
-  const std::vector<Spec> cases = all_cases(backward, seed, rounds);
+  std::vector<Spec> cases = all_cases(backward, seed, rounds);
+#ifdef EMU_FORWARD_SCRATCH
+  if (!backward) {
+    const std::vector<Spec> more = tensor_cases(seed);
+    cases.insert(cases.end(), more.begin(), more.end());
+  }
+#endif
   int ran = 0, failed = 0;
   i64 mine = 0;
   const auto start = std::chrono::steady_clock::now();
@@ -765,8 +852,9 @@ int main(int argc, char** argv) {
     const Spec& s = cases[n];
     if (only >= 0 && n != only) continue;
     if (!dtype.empty() && dtype != name_of(s.dtype)) continue;
+    if (tensor && s.segments == 0) continue;
     if ((T >= 0 && s.T != T) || (K >= 0 && s.K != K) || (V >= 0 && s.V != V)) continue;
-    if (only < 0 && quick && Rng(n).below(dtype.empty() ? 8 : 4) != 0) continue;
+    if (only < 0 && quick && Rng(n).below(dtype.empty() && s.segments == 0 ? 8 : 4) != 0) continue;
     if (only < 0 && mine++ % shards != shard) continue;
     if (only >= 0 && shard != 0) continue;
     // One schedule each, in turn; every fourth case all of them.

@@ -93,6 +93,7 @@ def rewrite(text):
     text = replace_ptx(text)
     # Defined for the kernels alone: CUDA's headers would take it for nvcc's device pass.
     text = re.sub(r"\b__CUDA_ARCH__\b", "EMU_ARCH", text)
+    text = re.sub(r"\b__CUDA_ARCH_FEAT_SM90_ALL\b", "EMU_ARCH_FEAT_SM90_ALL", text)
     # kernel<...><<<config>>>(args), from the last to the first.
     while True:
         clean = blank_comments(text)
@@ -224,14 +225,30 @@ def write(path, text):
             file.write(text)
 
 
-def build(source, mode, optimise, only_float, arch, quiet=False):
-    """The path of the test program, or a string of compiler messages."""
+def arch_flags(arch):
+    flags = [f"-DEMU_ARCH={int(arch.removesuffix('a'))}"]
+    return [*flags, "-DEMU_ARCH_FEAT_SM90_ALL"] if arch == "900a" else flags
+
+
+def keep_dtype(source, dtype):
+    """The source with less to compile: the launchers' code for other types goes."""
+    names = {"float32": "Float32", "bfloat16": "BFloat16", "float16": "Float16", "float64": "Float64"}
+    others = "|".join(name for key, name in names.items() if key != dtype)
+    source = re.sub(
+        rf"case Dtype::k(?:{others}):\s*\n\s*(?:error = (?:(?!case |break;).)*?break;|return \w+<[^;]*;)",
+        "", source, flags=re.S,
+    )  # fmt: skip
+    source = re.sub(rf"if \(p\.dtype == Dtype::k(?:{others})[^;]*?\) return use\([^;]*;", "", source)
+    if dtype == "bfloat16":
+        source = source.replace("use(TensorKernels<float, float>())", "use(TensorKernels<__nv_bfloat16, __nv_bfloat16>())")
+    return source
+
+
+def build(source, mode, optimise, dtype, arch, quiet=False):
+    """The path of the test program, or a string of compiler messages. A dtype: without the kernels of others."""
     contract = source[: source.index("#include <cuda_bf16.h>")]
-    if only_float:  # quicker to compile: half-precision and double cases of the launchers' switches go
-        source = re.sub(
-            r"case Dtype::k(?:Float16|BFloat16|Float64):\s*\n\s*(?:error = (?:(?!case |break;).)*?break;|return \w+<[^;]*;)",
-            "", source, flags=re.S,
-        )  # fmt: skip
+    if dtype:
+        source = keep_dtype(source, dtype)
     backward = "launch_backward" in source
     converted = '#include <cuda_runtime.h>\n#line 1 "gated_delta.cu"\n' + rewrite(source)
     folder = source_folder(converted, mode)
@@ -247,7 +264,7 @@ def build(source, mode, optimise, only_float, arch, quiet=False):
             "kernels",
             os.path.join(folder, "gated_delta.emu.cpp"),
             [*headers[:1], PTX_HOST],
-            [optimise, f"-DEMU_ARCH={arch}", *FLAGS[mode], *KERNEL_FLAGS[mode]],
+            [optimise, *arch_flags(arch), *FLAGS[mode], *KERNEL_FLAGS[mode]],
             quiet,
         ),
         compile_object("emu", os.path.join(SHIM, "emu.cpp"), headers[:1], ["-O2", *FLAGS[mode]], quiet),
@@ -272,7 +289,7 @@ def build_ptx(source, mode, optimise, arch):
     path = os.path.join(source_folder(converted, mode), "ptx_test.emu.cpp")
     write(path, converted)
     header = os.path.join(SHIM, "emu.h")
-    flags = [optimise, f"-DEMU_ARCH={arch}", *FLAGS[mode], *KERNEL_FLAGS[mode]]
+    flags = [optimise, *arch_flags(arch), *FLAGS[mode], *KERNEL_FLAGS[mode]]
     jobs = [
         compile_object("kernels", path, [header, PTX_HOST], flags, False),
         compile_object("emu", os.path.join(SHIM, "emu.cpp"), [header], ["-O2", *FLAGS[mode]], False),
@@ -309,8 +326,14 @@ def execute(program, what, args, jobs, mode, quiet=False):
     return passed, text
 
 
-# Name, pattern, replacement, the build that has to notice, and where it isn't forward, the operator. Each must change
-# the source.
+# Where a mutation is tested: operator, type, architecture, which cases.
+FORWARD = ("forward", "float32", "900", [])
+BACKWARD = ("backward", "float32", "900", [])
+TENSOR = ("forward", "float32", "900", ["--tensor"])
+TENSOR_BFLOAT = ("forward", "bfloat16", "900", ["--tensor"])
+WGMMA = ("forward", "bfloat16", "900a", ["--tensor"])
+
+# Name, pattern, replacement, the build that has to notice, and where, if not FORWARD. Each must change the source.
 MUTATIONS = [
     ("drop the barrier after publishing", r"(\n\s*)__syncthreads\(\);", r"\1;", "plain"),
     ("drop the barrier, race check", r"(\n\s*)__syncthreads\(\);", r"\1;", "race"),
@@ -363,66 +386,152 @@ MUTATIONS = [
         r"(blockIdx.z == 1 ? 0 : blockIdx.z)) * Traits::kTileColumns +",
         "race",
     ),
-    ("backward: drop the barriers", r"(\n\s*)__syncthreads\(\);", r"\1;", "plain", "backward"),
-    ("backward: drop the barriers, race check", r"(\n\s*)__syncthreads\(\);", r"\1;", "race", "backward"),
+    ("backward: drop the barriers", r"(\n\s*)__syncthreads\(\);", r"\1;", "plain", BACKWARD),
+    ("backward: drop the barriers, race check", r"(\n\s*)__syncthreads\(\);", r"\1;", "race", BACKWARD),
     (
         "backward: shared memory too small",
         r"words \* sizeof\((?:typename Traits::)?Accum\)",
         r"(words - 1) * sizeof(typename Traits::Accum)",
         "asan",
-        "backward",
+        BACKWARD,
     ),
     (
         "backward: shared memory too small, race build",
         r"words \* sizeof\((?:typename Traits::)?Accum\)",
         r"(words - 1) * sizeof(typename Traits::Accum)",
         "race",
-        "backward",
+        BACKWARD,
     ),
     (
         "backward: scratch too small",
         r"total = rows\[1\] \+ rows_size;",
         r"total = rows[1] + rows_size - (rows_size + states_size > 0);",
         "asan",
-        "backward",
+        BACKWARD,
     ),
     (
         "backward: dgate reads the state after the step",
         r"second = multiply_add\(states\[c\]\[a\]",
         r"second = multiply_add(states[c + 1][a]",
         "plain",
-        "backward",
+        BACKWARD,
     ),
     (
         "backward: flip the sign of dk",
         r"second = multiply_add\(lane\.v\[c\]\[column\], r",
         r"second = multiply_add(-lane.v[c][column], r",
         "plain",
-        "backward",
+        BACKWARD,
     ),
     (
         "backward: flow skips a gate",
         r"after\[a\]\[b\] = r \* lane\.gate\[c\]\[column\];",
         r"after[a][b] = c == 1 ? r : r * lane.gate[c][column];",
         "plain",
-        "backward",
+        BACKWARD,
     ),
     (
         "backward: chain reads the next sweep's flow",
         r"flows\[sweep \* elements\] = flow;",
         r"flows[sweep * elements] = start;",
         "plain",
-        "backward",
+        BACKWARD,
     ),
-    ("backward: gather misses a chunk", r"at > chunk; --at", r"at > chunk + 1; --at", "plain", "backward"),
+    (
+        "backward: gather misses a chunk",
+        r"begin \+ e >= chunks\) break",
+        r"begin + e >= chunks - 1) break",
+        "plain",
+        BACKWARD,
+    ),
+    (
+        "tensor cores: half of a level's mask",
+        r"quad\(group / 2 == quad, group / 2 == quad\)",
+        r"quad(group / 2 == quad, false)",
+        "plain",
+        TENSOR,
+    ),
+    (
+        "tensor cores: no barrier after the first products",
+        r"(multiply_q_k\(1, next_stage\(0, stage\)\);\n\s*)__syncthreads\(\);",
+        r"\1;",
+        "race",
+        TENSOR,
+    ),
+    (
+        "tensor cores: no barrier in the loop",
+        r"__syncthreads\(\);(\n\s*start_loading\(chunk \+ launch)",
+        r";\1",
+        "race",
+        TENSOR,
+    ),
+    ("tensor cores: no wait for copies", r"wait_for_all_but\(launch\.stages - 4\);", r";", "plain", TENSOR),
+    (
+        "tensor cores: a chunk's decay is lost",
+        r"state\[2 \* kk \+ n / 4\]\[n % 4\] \*= plan\.decay\[n / 2 % 2\];",
+        r";",
+        "plain",
+        TENSOR,
+    ),
+    (
+        "tensor cores: the gate of the first step past the end counts",
+        r"(4 \* quad \+ n / 4 \* 2 \+ n % 2) >= left",
+        r"\1 > left",
+        "plain",
+        TENSOR,
+    ),
+    (
+        "tensor cores: join_segments stops one early",
+        r"segment \+ 1 < launch\.segments; \+\+segment",
+        r"segment + 2 < launch.segments; ++segment",
+        "plain",
+        TENSOR,
+    ),
+    (
+        "tensor cores: outputs read without a __syncwarp",
+        r"__syncwarp\(\);(\n\s*constexpr int kStepsAtOnce)",
+        r";\1",
+        "race",
+        TENSOR_BFLOAT,
+    ),
+    (
+        "wgmma: another permutation of the chunks",
+        r"permuted = chunk \^ \(slot & 7\);",
+        r"permuted = chunk ^ (slot >> 1 & 7);",
+        "plain",
+        WGMMA,
+    ),
+    (
+        "wgmma: wrong panel",
+        r"kk / 4 \* Traits::RowTile::kPanelBytes",
+        r"kk / 4 * Traits::RowTile::kPanelBytes / 2",
+        "plain",
+        WGMMA,
+    ),
+    (
+        "wgmma: products stored in the other chunk's place",
+        r"\(chunk % 2 \* Traits::kProducts \+ m \* kTiles",
+        r"((chunk + 1) % 2 * Traits::kProducts + m * kTiles",
+        "plain",
+        WGMMA,
+    ),
+    ("wgmma: outputs not waited for", r"wgmma_wait<2>\(\);", r"wgmma_wait<3>();", "plain", WGMMA),
+    ("wgmma: no fence for copies", r"if constexpr \(kWgmma\) fence_for_wgmma\(\);", r"", "race", WGMMA),
+    (
+        "wgmma: no fence after writing registers",
+        r"wgmma_fence\(\);(\n\s*const uint64_t q_now)",
+        r";\1",
+        "plain",
+        WGMMA,
+    ),
 ]
 
 
 def mutate(source, options):
     failures = 0
     done = 0
-    for name, pattern, replacement, mode, *operator in MUTATIONS:
-        operator = operator[0] if operator else "forward"
+    for name, pattern, replacement, mode, *place in MUTATIONS:
+        operator, dtype, arch, cases = place[0] if place else FORWARD
         if options.only and options.only not in name:
             continue
         mutant, count = re.subn(pattern, replacement, source)
@@ -430,15 +539,14 @@ def mutate(source, options):
             print(f"emu: mutation '{name}': the source has no such text any more", flush=True)
             continue
         start = time.time()
-        built = build(mutant, mode, "-O1", True, options.arch, quiet=True)
+        built = build(mutant, mode, "-O1", dtype, arch, quiet=True)
         if isinstance(built, str):
             print(f"emu: mutation '{name}': does not compile\n{built[-800:]}")
             failures += 1
             continue
         compiled = time.time() - start
-        passed, text = execute(
-            built[0], operator, ["--quick", "--dtype", "float32", *options.rest], options.jobs, mode, quiet=True
-        )
+        arguments = ["--quick", "--dtype", dtype, *cases, *options.rest]
+        passed, text = execute(built[0], operator, arguments, options.jobs, mode, quiet=True)
         lines = text.splitlines()
         found = next(
             (n for n, line in enumerate(lines) if "FAIL" in line or "ERROR" in line or "runtime error" in line), None
@@ -468,7 +576,7 @@ def main():
     parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
     parser.add_argument("--float", action="store_true", help="compile float32 kernels only (with --dtype float32)")
     parser.add_argument("-O", default="1", help="optimisation of the kernels (default 1)")
-    parser.add_argument("--arch", type=int, default=900, help="__CUDA_ARCH__ (default 900)")
+    parser.add_argument("--arch", default="900", help="__CUDA_ARCH__ (default 900), or 900a")
     parser.add_argument("--print", action="store_true", help="ptx: print the test as a program for nvcc")
     parser.add_argument("--only", help="mutate: those with this text in their name")
     options, options.rest = parser.parse_known_args()
@@ -489,7 +597,7 @@ def main():
         if options.what == "ptx":
             built = build_ptx(source, mode, f"-O{options.O}", options.arch)
         else:
-            built = build(source, mode, f"-O{options.O}", options.float, options.arch)
+            built = build(source, mode, f"-O{options.O}", "float32" if options.float else None, options.arch)
         if isinstance(built, str):
             print(built)
             print(f"emu: {mode} does not compile")

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <functional>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 namespace gated_delta {
@@ -112,6 +113,84 @@ __global__ void copy(const uint32_t* in, uint32_t* out, int rows, int stages, in
   }
 }
 
+// Faults that multiply_wgmma() can be given.
+enum Fault {
+  kNone, kNoFenceForWgmma, kNoWgmmaFence, kNoBarrierBefore, kEarlyRead, kEarlyWrite, kAccumulatorWritten, kLeftWritten,
+  kOperandWritten, kOperandTouched, kLateFence, kNeverWaits, kWarpStaysAway, kWarpsDiffer
+};
+
+// Place of an element in rows of 64 whose 16-byte chunks are permuted.
+__device__ int permuted(int row, int column) { return row * 64 + (column / 8 ^ row % 8) * 8 + column % 8; }
+
+// out (64, n) = [in_c +] a (64, depth) b (depth, n), all row after row, n = 8 kEights, by one warpgroup. kTransposed: b lies in
+// shared memory as here, in panels of 64 columns; else its transpose does. kShared: a comes from shared memory too.
+template <typename Element, int kEights, bool kTransposed, bool kShared>
+__global__ void multiply_wgmma(const Element* a, const Element* b, const float* in_c, float* out, int fault) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  constexpr int n = 8 * kEights, depth = kTransposed ? 32 : 64;
+  __shared__ __align__(1024) Element left[64 * 64];
+  __shared__ __align__(1024) Element right[128 * 64];
+  const int thread = threadIdx.x, lane = thread % 32, row = thread / 32 * 16 + lane / 4, place = lane % 4;
+  for (int i = thread; i < 64 * depth; i += 128) left[permuted(i / depth, i % depth)] = a[i];
+  for (int i = thread; i < depth * n; i += 128) {
+    const int k = i / n, column = i % n;
+    right[kTransposed ? column / 64 * depth * 64 + permuted(k, column % 64) : permuted(column, k)] = b[i];
+  }
+  float c[kEights][4];
+  for (int i = 0; i < 4 * kEights; ++i) {
+    c[i / 4][i % 4] = in_c == nullptr ? 1.0f : in_c[(row + i % 4 / 2 * 8) * n + i / 4 * 8 + 2 * place + i % 2];
+  }
+  uint32_t words[depth / 16][4];
+  for (int i = 0; i < depth / 4; ++i) {
+    memcpy(&words[i / 4][i % 4], a + (row + i % 2 * 8) * depth + i / 4 * 16 + i % 4 / 2 * 8 + 2 * place, 4);
+  }
+  if (fault != kNoFenceForWgmma && fault != kLateFence) fence_for_wgmma();
+  if (fault != kNoBarrierBefore) __syncthreads();
+  if (fault == kLateFence) fence_for_wgmma();
+  for (int k = 0; k < depth / 16; ++k) wgmma_hold(words[k]);
+  for (int i = 0; i < kEights; ++i) wgmma_hold(c[i]);
+  if (fault != kNoWgmmaFence) wgmma_fence();
+  const uint64_t a_matrix = wgmma_matrix(shared_address(left), 0);
+  const uint64_t b_matrix = wgmma_matrix(shared_address(right), depth * 128);
+  for (int k = 0; k < depth / 16; ++k) {
+    const int add = in_c != nullptr || k > 0;
+    if (fault == kWarpStaysAway && k == 1 && thread / 32 == 2) break;
+    const uint64_t other = fault == kWarpsDiffer && k == 1 && thread / 32 == 2 ? 2 : 0;
+    if constexpr (kTransposed) {
+      wgmma_64x16<Element, true>(c, words[k], b_matrix + k * 2048 / 16 + other, add);
+    } else if constexpr (kShared) {
+      wgmma_64x16<Element>(c, a_matrix + k * 2, b_matrix + k * 2 + other, add);
+    } else {
+      wgmma_64x16<Element, false>(c, words[k], b_matrix + k * 2 + other, add);
+    }
+    if (k == 0) wgmma_commit();  // a group of one product, then one of the others
+  }
+  wgmma_commit();
+  if (fault == kEarlyRead) wgmma_wait<1>();
+  if (fault == kEarlyRead) out[row * n + 2 * place] = c[0][0];
+  if (fault == kAccumulatorWritten) c[kEights - 1][0] = 0;
+  if (fault == kLeftWritten) words[1][0] ^= 1;
+  if (fault == kOperandWritten && thread == 7) right[0] = Element(5.0f);
+  volatile uint16_t* const touched = reinterpret_cast<volatile uint16_t*>(right);
+  if (fault == kOperandTouched && thread == 7) *touched = *touched;
+  if (fault == kEarlyWrite && thread == 7) copy_async(shared_address(right), a, true);
+  if (fault == kNeverWaits) return;
+  wgmma_wait<0>();
+  for (int k = 0; k < depth / 16; ++k) wgmma_hold(words[k]);
+  for (int i = 0; i < kEights; ++i) wgmma_hold(c[i]);
+  if (fault == kEarlyRead) return;
+  for (int i = 0; i < 4 * kEights; ++i) out[(row + i % 4 / 2 * 8) * n + i / 4 * 8 + 2 * place + i % 2] = c[i / 4][i % 4];
+#endif
+}
+
+__global__ void has_wgmma(int* out) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  out[0] = 1;
+#else
+  out[0] = 0;
+#endif
+}
+
 #ifdef EMU_ARCH
 // One kind of misuse.
 __global__ void misuse(int what, const unsigned char* in, float* out) {
@@ -213,22 +292,22 @@ float round_to(float x, __nv_bfloat16*) { return __bfloat162float(__float2bfloat
 __half element(float x, __half*) { return __float2half_rn(x); }
 __nv_bfloat16 element(float x, __nv_bfloat16*) { return __float2bfloat16_rn(x); }
 
-// a (16, depth) b (depth, 8) + c.
+// a (m, depth) b (depth, n) + c.
 void compare(const char* name, int depth, const std::vector<float>& a, const std::vector<float>& b, const std::vector<float>& c,
-             const std::vector<float>& got) {
+             const std::vector<float>& got, int m = 16, int n = 8, double bar = 4e-6) {
   double most = 0;
-  for (int i = 0; i < 16; ++i)
-    for (int j = 0; j < 8; ++j) {
-      double sum = c[i * 8 + j];
-      for (int k = 0; k < depth; ++k) sum += static_cast<double>(a[i * depth + k]) * b[k * 8 + j];
-      const double error = std::fabs(sum - got[i * 8 + j]);
+  for (int i = 0; i < m; ++i)
+    for (int j = 0; j < n; ++j) {
+      double sum = c[i * n + j];
+      for (int k = 0; k < depth; ++k) sum += static_cast<double>(a[i * depth + k]) * b[k * n + j];
+      const double error = std::fabs(sum - got[i * n + j]);
       most = error <= most ? most : error;
     }
   const std::string wrong = message();
   expect(wrong.empty(), std::string(name) + ": " + wrong);
   char text[120];
   snprintf(text, sizeof text, "%s depth %d: error %.1e", name, depth, most);
-  expect(most < 4e-6, text);
+  expect(most < bar, text);
 }
 
 template <typename Element, int kDepth>
@@ -248,6 +327,48 @@ void test_multiply(const char* name) {
   Device<float> c_device(c), out(std::vector<float>(128));
   multiply<Element, kDepth><<<1, 32>>>(a_device.data, b_device.data, c_device.data, out.data);
   compare(name, kDepth, a_float, b_float, c, out.host());
+}
+
+template <typename Element, int kEights, bool kTransposed, bool kShared>
+std::vector<float> run_wgmma(const char* name, bool adds, int fault) {
+  constexpr int n = 8 * kEights, depth = kTransposed ? 32 : 64;
+  std::vector<Element> a, b;
+  std::vector<float> a_float, b_float, c;
+  for (int i = 0; i < 64 * depth; ++i) {
+    a_float.push_back(round_to(number(), static_cast<Element*>(nullptr)));
+    a.push_back(element(a_float.back(), static_cast<Element*>(nullptr)));
+  }
+  for (int i = 0; i < depth * n; ++i) {
+    b_float.push_back(round_to(number(), static_cast<Element*>(nullptr)));
+    b.push_back(element(b_float.back(), static_cast<Element*>(nullptr)));
+  }
+  for (int i = 0; i < 64 * n; ++i) c.push_back(adds ? number() : 0.0f);
+  Device<Element> a_device(a), b_device(b);
+  Device<float> c_device(c), out(std::vector<float>(64 * n));
+  multiply_wgmma<Element, kEights, kTransposed, kShared>
+      <<<1, 128>>>(a_device.data, b_device.data, adds ? c_device.data : nullptr, out.data, fault);
+  const std::vector<float> got = out.host();
+  if (fault == kNone) compare(name, depth, a_float, b_float, c, got, 64, n, 2e-5);
+  return got;
+}
+
+template <typename Element>
+void test_wgmma(const char* name) {
+  for (bool adds : {false, true}) {
+    run_wgmma<Element, 4, false, false>(name, adds, kNone);
+    run_wgmma<Element, 8, false, false>(name, adds, kNone);
+    run_wgmma<Element, 16, false, false>(name, adds, kNone);
+    run_wgmma<Element, 4, true, false>(name, adds, kNone);
+    run_wgmma<Element, 8, true, false>(name, adds, kNone);
+    run_wgmma<Element, 16, true, false>(name, adds, kNone);
+    run_wgmma<Element, 4, false, true>(name, adds, kNone);
+  }
+}
+
+bool wgmma_exists() {
+  Device<int> out(std::vector<int>(1));
+  has_wgmma<<<1, 1>>>(out.data);
+  return out.host()[0] == 1;
 }
 
 void test_tf32() {
@@ -307,6 +428,38 @@ Copied run_copy(int rows, int stages, int fault) {
 
 #ifdef EMU_ARCH
 bool holds(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
+
+void test_wgmma_faults() {
+  const bool race = ::emu::race_build;
+  struct Case {
+    int fault;
+    const char* part;
+    bool race_only;
+  };
+  const Case cases[] = {
+      {kNoFenceForWgmma, "what fence_for_wgmma didn't follow", true},
+      {kLateFence, "what fence_for_wgmma didn't follow", true},
+      {kNoWgmmaFence, "no wgmma.fence", false},
+      {kNoBarrierBefore, "race check: read", true},
+      {kEarlyWrite, "cp.async to where a wgmma under way reads", false},
+      {kAccumulatorWritten, "an accumulator was written", false},
+      {kLeftWritten, "a register of a changed", false},
+      {kOperandWritten, race ? "write where a wgmma under way reads" : "an operand in shared memory changed", false},
+      {kOperandTouched, "write where a wgmma under way reads", true},
+      {kNeverWaits, "exits while its warp's wgmma is under way", false},
+      {kWarpStaysAway, "wgmma", false},
+      {kWarpsDiffer, "the warps of a warpgroup issue different ones", false},
+  };
+  for (const Case& c : cases) {
+    if (c.race_only && !race) continue;
+    run_wgmma<__half, 8, false, false>("", true, c.fault);
+    const std::string found = message();
+    expect(holds(found, c.part), "wgmma fault " + std::to_string(c.fault) + " expects '" + c.part + "', found '" + found + "'");
+  }
+  const std::vector<float> early = run_wgmma<__half, 8, false, false>("", true, kEarlyRead);
+  message();
+  expect(early[0] != early[0], "an accumulator read before the wait is NaN");
+}
 
 void test_faults() {
   const bool race = ::emu::race_build;
@@ -387,6 +540,10 @@ void test() {
     expect(copied.message.empty() && copied.right, "copy of " + std::to_string(rows) + " words: " + copied.message);
   }
   test_much_memory();
+  if (wgmma_exists()) {
+    test_wgmma<__half>("wgmma float16");
+    test_wgmma<__nv_bfloat16>("wgmma bfloat16");
+  }
 }
 
 }  // namespace
@@ -399,10 +556,12 @@ int main() {
     ::emu::seed = schedule;
     gated_delta::test();
     gated_delta::test_faults();
+    if (gated_delta::wgmma_exists()) gated_delta::test_wgmma_faults();
   }
 #else
   gated_delta::test();
 #endif
-  printf("ptx: %d of %d checks failed\n", gated_delta::bad, gated_delta::done);
+  printf("ptx: %d of %d checks failed%s\n", gated_delta::bad, gated_delta::done,
+         gated_delta::wgmma_exists() ? "" : " (without wgmma, which needs code for sm_90a)");
   return gated_delta::bad != 0;
 }

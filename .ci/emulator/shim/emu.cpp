@@ -4,6 +4,9 @@
 #include <pthread.h>
 #include <sys/mman.h>
 
+#include <array>
+#include <deque>
+#include <list>
 #include <map>
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -54,6 +57,7 @@ Order order = kForward;
 uint64_t seed = 1;
 int processors = 132;
 int arch = 900;
+bool exact = false;
 std::vector<std::string> errors;
 Counts counts{};
 std::vector<std::string> launched;
@@ -85,7 +89,12 @@ uint32_t ready_warps = 0;
 int warp_now = 0, alive = 0, at_barrier = 0;
 uint64_t launch_number = 0, block_number = 0;
 uint32_t barrier_epoch = 0, warp_epoch[32];
+uint32_t fences[kMaxThreads];                 // calls of fence_for_wgmma
+uint32_t fences_before_barrier[kMaxThreads];  // up to the last __syncthreads
 size_t dynamic_shared_bytes = 0;
+// Addresses in shared memory: dynamic, then static memory, all below 256 KiB as wgmma needs it.
+constexpr uint32_t kDynamicBase = 1024;
+uint32_t static_base = 0;
 int shared_limit = 0;  // 48 KiB, or all that a block may have if the kernel asked
 alignas(128) unsigned char static_arena[kStaticShared];
 std::map<int, std::pair<size_t, size_t>> static_offsets;
@@ -134,7 +143,8 @@ const char* name_of(Kind kind) {
   static const char* const names[] = {"running", "shfl", "shfl_up", "shfl_down", "shfl_xor", "syncwarp", "ballot",
                                       "any", "all", "reduce_add", "syncthreads", "ldmatrix", "ldmatrix.trans", "stmatrix",
                                       "stmatrix.trans", "mma m16n8k16 f16", "mma m16n8k8 f16", "mma m16n8k16 bf16",
-                                      "mma m16n8k8 bf16", "mma m16n8k8 tf32"};
+                                      "mma m16n8k8 bf16", "mma m16n8k8 tf32", "wgmma.fence", "wgmma.mma_async",
+                                      "wgmma.commit_group", "wgmma.wait_group"};
   return names[kind];
 }
 
@@ -179,7 +189,10 @@ void schedule(Fiber* from) {
 }
 
 void forget_copies();
-void play_tensor_core(Kind kind, Fiber* lanes);
+void forget_wgmmas();
+void end_wgmmas();
+bool wgmmas_under_way(int warp);
+bool play_tensor_core(Kind kind, Fiber* lanes, int warp);
 
 inline void block_on(int index) {
   const int warp = index / 32;
@@ -204,6 +217,7 @@ void fiber_main() {
     const int warp = me->index / 32;
     live[warp] &= ~(1u << me->index % 32);
     --alive;
+    if (wgmmas_under_way(warp)) fail("a thread exits while its warp's wgmma is under way");
     block_on(me->index);
     if (at_barrier > 0) fail("a thread exits while others wait at __syncthreads");
     schedule(me);
@@ -246,6 +260,7 @@ void run_block() {
   static_offsets.clear();
   static_used = 0;
   forget_copies();
+  forget_wgmmas();
   ++block_number;
   ++counts.blocks;
   counts.threads += threads;
@@ -273,6 +288,7 @@ void barrier() {
   if (++at_barrier == alive) {
     at_barrier = 0;
     ++barrier_epoch;
+    if (race_build) memcpy(fences_before_barrier, fences, threads * sizeof fences[0]);
     for (int w = 0; w < warps; ++w) ready[w] = live[w];
     ready_warps = warps == 32 ? ~0u : (1u << warps) - 1;
     for (int i = 0; i < threads; ++i) fibers[i].kind = kNone;
@@ -317,7 +333,10 @@ uint64_t collective(Kind kind, uint32_t mask, uint64_t value, int argument, int 
       }
     }
     if (barrier_first) fail("some lanes of a warp wait at __syncthreads, others in a warp collective");
-    if (kind > kBarrier) play_tensor_core(kind, lanes);
+    if (kind > kBarrier && !play_tensor_core(kind, lanes, warp)) {
+      schedule(me);  // another warp wakes this one
+      return me->result;
+    }
     uint64_t whole = 0;
     if (kind >= kBallot && kind < kBarrier) {
       bool any = false, all = true;
@@ -412,6 +431,7 @@ void launch(const Config& config, const char* name, const char* full_name, const
   threads = static_cast<int>(count);
   warps = (threads + 31) / 32;
   dynamic_shared_bytes = config.shared;
+  static_base = static_cast<uint32_t>(kDynamicBase + (config.shared + 1023) / 1024 * 1024);
   shared_limit = static_cast<int>(limit == shared_limits.end() ? 48 * 1024 : most_shared_per_block());
   dynamic_shared_memory = static_cast<unsigned char*>(aligned_alloc(1024, (config.shared + 1023) / 1024 * 1024 + 1024));
 #if EMU_ASAN
@@ -447,6 +467,7 @@ void launch(const Config& config, const char* name, const char* full_name, const
       last_error = cudaErrorLaunchFailure;
       break;
     }
+    end_wgmmas();
   }
 #if EMU_ASAN
   __asan_unpoison_memory_region(dynamic_shared_memory, (config.shared + 1023) / 1024 * 1024 + 1024);
@@ -462,6 +483,7 @@ void launch(const Config& config, const char* name, const char* full_name, const
 struct Access {
   uint64_t launch = 0, block = 0;  // block ~0: several
   uint32_t epoch = 0, warp_step = 0;
+  uint32_t fence = 0;  // of a write: the thread's calls of fence_for_wgmma before
   int16_t warp = 0, lane = 0;  // -1: several
 };
 struct Cell {
@@ -518,21 +540,31 @@ void begin_race_launch() {
 
 // Copies under way to each 16 bytes of shared memory.
 namespace {
-constexpr uint32_t kStaticBase = 1024, kDynamicBase = 65536;  // addresses in shared memory
-uint8_t copies_to[(kDynamicBase + 256 * 1024) / 16];
+uint8_t copies_to[256 * 1024 / 16];
 int copies_under_way = 0;
+uint16_t wgmmas_from[256 * 1024 / 16];  // likewise of wgmma that read them, counted for each warp
+int wgmmas_reading = 0;
 bool whole_warp = false;  // a collective of the tensor cores accesses memory
+bool for_wgmma = false;
 
 const void* at_address(uint32_t address) {
-  return address >= kDynamicBase ? dynamic_shared_memory + (address - kDynamicBase) : static_arena + (address - kStaticBase);
+  return address >= static_base ? static_arena + (address - static_base) : dynamic_shared_memory + (address - kDynamicBase);
 }
 }  // namespace
 
 #ifdef EMU_RACE
 namespace {
+// Has the thread that wrote, or each of its warp, called fence_for_wgmma since? In another warp: before the last barrier.
+bool has_fenced(const Access& write) {
+  const uint32_t* const now = write.warp == self->index / 32 ? fences : fences_before_barrier;
+  for (int lane = std::max<int>(write.lane, 0); lane < (write.lane < 0 ? 32 : write.lane + 1); ++lane)
+    if (now[32 * write.warp + lane] <= write.fence) return false;
+  return true;
+}
+
 void check(Region& region, uintptr_t at, size_t bytes, bool write, bool shared) {
   const int16_t warp = self->index / 32, lane = whole_warp ? -1 : self->index % 32;
-  const Access now{launch_number, block_number, barrier_epoch, warp_epoch[warp], warp, lane};
+  const Access now{launch_number, block_number, barrier_epoch, warp_epoch[warp], fences[self->index], warp, lane};
   const auto clash = [&](const Access& before) {
     if (before.launch != now.launch) return false;
     if (before.block != now.block) return !shared;
@@ -552,10 +584,12 @@ void check(Region& region, uintptr_t at, size_t bytes, bool write, bool shared) 
     if (what == nullptr && shared && !write && (cell.write.launch != now.launch || cell.write.block != now.block)) {
       what = "read of a word that this block has not written";
     }
-    const uint32_t base = &region == &shared_region ? kDynamicBase : kStaticBase;
-    if (copies_under_way > 0 && shared && copies_to[(base + (a - region.begin)) / 16] > 0) {
+    if (what == nullptr && for_wgmma && !has_fenced(cell.write)) what = "wgmma reads what fence_for_wgmma didn't follow";
+    const uint32_t row = ((&region == &shared_region ? kDynamicBase : static_base) + (a - region.begin)) / 16;
+    if (copies_under_way > 0 && shared && copies_to[row] > 0) {
       what = write ? "write where an asynchronous copy is under way" : "read where an asynchronous copy is under way";
     }
+    if (wgmmas_reading > 0 && shared && write && wgmmas_from[row] > 0) what = "write where a wgmma under way reads";
     if (what != nullptr && errors.size() < 20) {
       char text[300];
       snprintf(text, sizeof text, "race check: %s, byte %zu of %s; the other access: %s block, warp %d lane %d, barrier epoch %u, now %u",
@@ -660,7 +694,7 @@ unsigned char* row_at(uint32_t address, const char* what, int lane) {
     fail(std::string(what) + ": lane " + std::to_string(lane) + ": address " + hex(address) + how);
   };
   if (address % 16 != 0) bad(" in shared memory is not a multiple of 16");
-  const bool is_static = address >= kStaticBase && address + 16ull <= kStaticBase + static_used;
+  const bool is_static = address >= static_base && address + 16ull <= static_base + static_used;
   const bool is_dynamic = address >= kDynamicBase && address + 16ull <= kDynamicBase + dynamic_shared_bytes;
   if (!is_static && !is_dynamic) bad(" is outside the block's shared memory");
   return static_cast<unsigned char*>(const_cast<void*>(at_address(address)));
@@ -704,6 +738,7 @@ void move_matrices(Kind kind, Fiber* lanes) {
       rows[r] = row_at(address, name_of(kind), 8 * n + r);
       if (copies_to[address / 16] > 0)
         fail(std::string(name_of(kind)) + " where an asynchronous copy is under way, lane " + std::to_string(8 * n + r) + "'s row");
+      if (!load && wgmmas_from[address / 16] > 0) fail(std::string(name_of(kind)) + " where a wgmma under way reads");
       touch(rows[r], 16, !load);
       if (load) memcpy(matrix[r], rows[r], 16);
     }
@@ -776,13 +811,259 @@ void multiply(Kind kind, Fiber* lanes) {
   }
 }
 
-void play_tensor_core(Kind kind, Fiber* lanes) {
+// ---- wgmma. Each warp computes its 16 rows when it waits for them. From the issue to that wait its accumulators are
+// NaN, and nobody may write them, a's registers, or a and b in shared memory.
+
+struct Accumulators {
+  std::array<float*, 32> at;  // by lane
+  int words;                  // of a lane
+  int products;               // under way
+  std::vector<float> values;  // lane after lane
+};
+
+struct Product {
+  Wgmma x;
+  int64_t group;
+  size_t place;  // in the warpgroup's order
+  std::list<Accumulators>::iterator into;
+  std::array<const uint32_t*, 32> a_at;
+  uint32_t a[32][4];
+  std::vector<std::array<uint16_t, 8>> rows[2];  // of a and b, 16 bytes each, as at the issue
+};
+
+struct WarpProducts {
+  std::deque<Product> list;
+  std::list<Accumulators> accumulators;
+  int64_t groups = 0;  // closed ones
+  size_t issued = 0;
+  bool fenced = false;
+  bool waits = false;
+  int pending = 0;
+} wgmmas[kMaxThreads / 32];
+
+using Step = std::array<uint64_t, 4>;
+std::vector<Step> wgmma_order[kMaxThreads / 128];  // what each warp of a warpgroup has to issue
+
+bool wgmmas_under_way(int warp) { return !wgmmas[warp].list.empty(); }
+
+void forget_wgmmas() {
+  for (auto& order : wgmma_order) order.clear();
+  for (WarpProducts& warp : wgmmas) {
+    if (warp.issued > 0 || warp.groups > 0 || warp.fenced || !warp.accumulators.empty()) warp = WarpProducts();
+  }
+  if (wgmmas_reading > 0) memset(wgmmas_from, 0, sizeof wgmmas_from);
+  wgmmas_reading = 0;
+}
+
+void end_wgmmas() {
+  for (int w = 0; w < warps; ++w) {
+    if (wgmmas[w].issued != wgmma_order[w / 4].size()) note("wgmma: the warps of a warpgroup issue different numbers of them");
+  }
+}
+
+// A matrix of 16-byte chunks: address of one of them.
+struct Matrix {
+  uint32_t start, leading, stride;
+  explicit Matrix(uint64_t bits)
+      : start(static_cast<uint32_t>(bits & 0x3FFF) * 16), leading(static_cast<uint32_t>(bits >> 16 & 0x3FFF) * 16),
+        stride(static_cast<uint32_t>(bits >> 32 & 0x3FFF) * 16) {
+    if (bits >> 62 != 1) fail("wgmma: matrix " + hex(bits) + ": only rows of 128 permuted bytes are emulated");
+    if ((bits & 0x3FFF'C000'C000'C000ull) != 0) fail("wgmma: matrix " + hex(bits) + " has bits of no meaning");
+  }
+  static uint32_t permuted(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
+  // 16 elements in a row; or, transposed, rows of 64 in panels.
+  uint32_t at(int row, int chunk, bool transposed) const {
+    const uint32_t panel = transposed ? chunk / 8 * leading : 0;
+    return permuted(start + panel + row / 8 * stride + row % 8 * 128 + chunk % 8 * 16);
+  }
+};
+
+// Calls `visit` with what the warp reads of a (0) or b (1), 16 bytes after 16 bytes.
+template <class Visit>
+void read_matrix(const Wgmma& x, int which, int warp, const Visit& visit) {
+  if (which == 0 && x.a != nullptr) return;
+  const Matrix matrix(which == 0 ? x.a_matrix : x.b_matrix);
+  const bool transposed = which == 1 && x.transposed;
+  const int first = which == 0 ? warp % 4 * 16 : 0;
+  const int rows = which == 0 || transposed ? 16 : x.columns, chunks = transposed ? x.columns / 8 : 2;
+  whole_warp = for_wgmma = true;
+  for (int row = 0; row < rows; ++row)
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      const uint32_t address = matrix.at(first + row, chunk, transposed);
+      const unsigned char* const data = row_at(address, name_of(kWgmma), 0);
+      touch(data, 16, false);
+      std::array<uint16_t, 8> bytes;
+      memcpy(&bytes, data, 16);
+      visit(address, bytes);
+    }
+  whole_warp = for_wgmma = false;
+}
+
+void enter_order(int warp, const Step& step) {
+  std::vector<Step>& order = wgmma_order[warp / 4];
+  const size_t place = wgmmas[warp].issued++;
+  if (place == order.size()) {
+    order.push_back(step);
+  } else if (order[place] != step) {
+    fail("wgmma: the warps of a warpgroup issue different ones");
+  }
+}
+
+constexpr uint32_t kPoison = ~0u;
+
+bool is_poisoned(const Accumulators& x) {
+  for (int l = 0; l < 32; ++l)
+    for (int n = 0; n < x.words; ++n)
+      if (bits(x.at[l][n]) != kPoison) return false;
+  return true;
+}
+
+void issue_wgmma(Fiber* lanes, int warp) {
+  const auto of = [&](int lane) -> const Wgmma& { return *static_cast<const Wgmma*>(lanes[lane].operands); };
+  WarpProducts& mine = wgmmas[warp];
+  const Wgmma& x = of(0);
+  if (!mine.fenced) fail("wgmma.mma_async: no wgmma.fence since the warp's last wait");
+  for (int l = 1; l < 32; ++l)
+    if (of(l).a_matrix != x.a_matrix || of(l).b_matrix != x.b_matrix || (of(l).add != 0) != (x.add != 0))
+      fail("wgmma.mma_async: the lanes of a warp differ");
+  Product product{x, mine.groups, mine.issued, {}, {}, {}, {}};
+  const uint64_t kind = static_cast<uint64_t>(x.columns) << 8 | x.is_half << 3 | x.transposed << 2 | (x.a != nullptr) << 1 | (x.add != 0);
+  enter_order(warp, {1, kind, x.a_matrix, x.b_matrix});
+  auto into = mine.accumulators.begin();
+  const int words = x.columns / 2;
+  for (; into != mine.accumulators.end(); ++into) {
+    if (into->at[0] == x.d && into->words == words) break;
+    if (x.d < into->at[0] + into->words && into->at[0] < x.d + words) fail("wgmma.mma_async: accumulators under way overlap");
+  }
+  if (into == mine.accumulators.end()) {
+    into = mine.accumulators.insert(into, Accumulators{{}, words, 0, std::vector<float>(32 * words)});
+    for (int l = 0; l < 32; ++l) {
+      into->at[l] = of(l).d;
+      memcpy(&into->values[l * words], into->at[l], words * sizeof(float));
+      memset(into->at[l], 0xFF, words * sizeof(float));
+    }
+  } else if (!is_poisoned(*into)) {
+    fail("wgmma.mma_async: an accumulator was written while the product before was under way");
+  }
+  ++into->products;
+  product.into = into;
+  for (int l = 0; l < 32; ++l) {
+    product.a_at[l] = of(l).a;
+    if (x.a != nullptr) memcpy(product.a[l], of(l).a, 16);
+  }
+  for (int which = 0; which < 2; ++which) {
+    read_matrix(x, which, warp, [&](uint32_t address, const std::array<uint16_t, 8>& bytes) {
+      if (copies_to[address / 16] > 0) fail("wgmma.mma_async where an asynchronous copy is under way");
+      ++wgmmas_from[address / 16];
+      ++wgmmas_reading;
+      product.rows[which].push_back(bytes);
+    });
+  }
+  mine.list.push_back(std::move(product));
+}
+
+void finish_wgmma(const Product& product, int warp) {
+  const Wgmma& x = product.x;
+  for (int which = 0; which < 2; ++which) {
+    size_t n = 0;
+    read_matrix(x, which, warp, [&](uint32_t address, const std::array<uint16_t, 8>& bytes) {
+      if (bytes != product.rows[which][n++]) fail("wgmma: an operand in shared memory changed before the wait");
+      --wgmmas_from[address / 16];
+      --wgmmas_reading;
+    });
+  }
+  const auto value = [&](uint32_t bits) { return x.is_half ? half_of(static_cast<uint16_t>(bits)) : unbits<float>(bits << 16); };
+  static double a[16][16], b[16][256], c[16][256];
+  const auto& b_rows = product.rows[1];
+  for (size_t n = 0; n < b_rows.size(); ++n)
+    for (size_t e = 0; e < 8; ++e) {
+      const size_t chunks = x.transposed ? x.columns / 8 : 2;
+      const size_t row = n / chunks, column = n % chunks * 8 + e;
+      (x.transposed ? b[row][column] : b[column][row]) = value(b_rows[n][e]);
+    }
+  for (size_t n = 0; n < product.rows[0].size(); ++n)
+    for (size_t e = 0; e < 8; ++e) a[n / 2][n % 2 * 8 + e] = value(product.rows[0][n][e]);
+  Accumulators& into = *product.into;
+  for (int l = 0; l < 32; ++l) {
+    const int row = l / 4, place = l % 4;
+    if (x.a != nullptr) {
+      if (memcmp(product.a[l], product.a_at[l], 16) != 0) fail("wgmma: a register of a changed before the wait");
+      for (int n = 0; n < 4; ++n)
+        for (int half = 0; half < 2; ++half)
+          a[row + n % 2 * 8][2 * place + half + n / 2 * 8] = value(half ? product.a[l][n] >> 16 : product.a[l][n] & 0xFFFF);
+    }
+    for (int n = 0; n < into.words; ++n)
+      c[row + n % 4 / 2 * 8][n / 4 * 8 + 2 * place + n % 2] = x.add ? into.values[l * into.words + n] : 0;
+  }
+  for (int i = 0; i < 16; ++i)
+    for (int k = 0; k < 16; ++k)
+      for (int j = 0; j < x.columns; ++j) c[i][j] += a[i][k] * b[k][j];
+  for (int l = 0; l < 32; ++l)
+    for (int n = 0; n < into.words; ++n)
+      into.values[l * into.words + n] = static_cast<float>(c[l / 4 + n % 4 / 2 * 8][n / 4 * 8 + 2 * (l % 4) + n % 2]);
+  if (--into.products > 0) return;
+  if (!is_poisoned(into)) fail("wgmma: an accumulator was written before the wait");
+  for (int l = 0; l < 32; ++l) memcpy(into.at[l], &into.values[l * into.words], into.words * sizeof(float));
+  wgmmas[warp].accumulators.erase(product.into);
+}
+
+// Lets a warp past its wait once all four warps have issued what it waits for.
+bool finish_wait(int warp) {
+  WarpProducts& mine = wgmmas[warp];
+  const auto done = [&](const Product& x) { return x.group < mine.groups - mine.pending; };
+  for (const Product& product : mine.list) {
+    if (!done(product)) break;
+    for (int w = warp / 4 * 4; w < warp / 4 * 4 + 4; ++w)
+      if (wgmmas[w].issued <= product.place) return false;
+  }
+  Fiber* const caller = self;
+  self = &fibers[32 * warp];
+  while (!mine.list.empty() && done(mine.list.front())) {
+    finish_wgmma(mine.list.front(), warp);
+    mine.list.pop_front();
+  }
+  self = caller;
+  mine.fenced = false;
+  return true;
+}
+
+// False: the warp has to wait.
+bool play_wgmma(Kind kind, Fiber* lanes, int warp) {
+  WarpProducts& mine = wgmmas[warp];
+  if (kind == kWgmmaFence) mine.fenced = true;
+  if (kind == kWgmmaCommit) {
+    enter_order(warp, {2, 0, 0, 0});
+    ++mine.groups;
+  }
+  if (kind == kWgmmaWait) {
+    mine.pending = *static_cast<const int*>(lanes[0].operands);
+    mine.waits = !finish_wait(warp);
+    return !mine.waits;
+  }
+  if (kind == kWgmma) {
+    ++counts.products;
+    issue_wgmma(lanes, warp);
+    for (int w = warp / 4 * 4; w < warp / 4 * 4 + 4; ++w) {
+      if (!wgmmas[w].waits || !finish_wait(w)) continue;
+      wgmmas[w].waits = false;
+      for (int l = 0; l < 32; ++l) fibers[32 * w + l].kind = kNone;
+      ready[w] = ~0u;
+      ready_warps |= 1u << w;
+    }
+  }
+  return true;
+}
+
+// False: the warp has to wait for others.
+bool play_tensor_core(Kind kind, Fiber* lanes, int warp) {
+  if (kind >= kWgmmaFence) return play_wgmma(kind, lanes, warp);
   if (kind >= kMmaHalf16) {
     ++counts.products;
     multiply(kind, lanes);
   } else {
     move_matrices(kind, lanes);
   }
+  return true;
 }
 
 void meet(Kind kind, int count, const void* operands) {
@@ -798,12 +1079,12 @@ uint32_t shared_address(const void* object) {
   const uintptr_t in_static = at - reinterpret_cast<uintptr_t>(static_arena);
   const uintptr_t in_dynamic = at - reinterpret_cast<uintptr_t>(dynamic_shared_memory);
   if (in_dynamic <= dynamic_shared_bytes) return kDynamicBase + static_cast<uint32_t>(in_dynamic);
-  if (in_static <= static_used) return kStaticBase + static_cast<uint32_t>(in_static);
+  if (in_static <= static_used) return static_base + static_cast<uint32_t>(in_static);
   fail("shared_address of an object outside the block's shared memory");
 }
 
 void* shared_pointer(uint32_t address) {
-  const bool is_static = address >= kStaticBase && address <= kStaticBase + static_used;
+  const bool is_static = address >= static_base && address <= static_base + static_used;
   const bool is_dynamic = address >= kDynamicBase && address <= kDynamicBase + dynamic_shared_bytes;
   if (!is_static && !is_dynamic) fail("shared_pointer: address " + hex(address) + " is outside the block's shared memory");
   return const_cast<void*>(at_address(address));
@@ -814,6 +1095,7 @@ void copy_async(uint32_t to, const void* from, bool exists) {
   need(800, "cp.async");
   unsigned char* const row = row_at(to, "cp.async", self->index % 32);
   if (reinterpret_cast<uintptr_t>(from) % 16 != 0) fail("cp.async: the address in global memory is not a multiple of 16");
+  if (wgmmas_from[to / 16] > 0) fail("cp.async to where a wgmma under way reads");
   touch(row, 16, true);
   Copies& mine = copies[self->index];
   Copy copy{to, mine.groups, exists ? from : nullptr, {}};
@@ -864,6 +1146,23 @@ void mma(Kind kind, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t
   need(kind == kMmaHalf8 ? 750 : 800, name_of(kind));
   const Mma operands{c, a, {b0, b1}};
   meet(kind, 4, &operands);
+}
+
+namespace {
+void meet_wgmma(Kind kind, int count, const void* operands) {
+  if (arch != 900 || !exact) fail(std::string(name_of(kind)) + " needs sm_90a");
+  if (self->index / 128 * 128 + 128 > threads) fail(std::string(name_of(kind)) + " in a warpgroup of fewer than 128 threads");
+  meet(kind, count, operands);
+}
+}  // namespace
+
+void wgmma(const Wgmma& product) { meet_wgmma(kWgmma, product.columns, &product); }
+void wgmma_fence() { meet_wgmma(kWgmmaFence, 0, nullptr); }
+void wgmma_commit() { meet_wgmma(kWgmmaCommit, 0, nullptr); }
+void wgmma_wait(int pending) { meet_wgmma(kWgmmaWait, pending, &pending); }
+void fence_for_wgmma() {
+  need(900, "fence.proxy.async");
+  ++fences[self->index];
 }
 
 }  // namespace emu

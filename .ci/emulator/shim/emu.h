@@ -50,7 +50,9 @@ enum Kind : uint32_t {
   kNone, kShfl, kShflUp, kShflDown, kShflXor, kSyncwarp, kBallot, kAny, kAll, kReduceAdd, kBarrier,
   // Tensor cores: all lanes of a warp.
   kLoadMatrices, kLoadMatricesTransposed, kStoreMatrices, kStoreMatricesTransposed,
-  kMmaHalf16, kMmaHalf8, kMmaBFloat16, kMmaBFloat8, kMmaTf32
+  kMmaHalf16, kMmaHalf8, kMmaBFloat16, kMmaBFloat8, kMmaTf32,
+  // Likewise, and of the four warps of a warpgroup in the same order.
+  kWgmmaFence, kWgmma, kWgmmaCommit, kWgmmaWait
 };
 enum Order : int { kForward, kReverse, kRandom };
 
@@ -93,6 +95,22 @@ constexpr Kind mma_kind(int depth) {
                                               : (depth == 16 ? kMmaBFloat16 : kMmaBFloat8);
 }
 
+
+struct Wgmma {
+  bool is_half;  // float16, else bfloat16
+  int columns;
+  bool transposed;    // b, with its columns in a row
+  float* d;           // the lane's columns / 2 numbers
+  const uint32_t* a;  // the lane's four words; null: a_matrix
+  uint64_t a_matrix, b_matrix;
+  int add;
+};
+void wgmma(const Wgmma& product);
+void wgmma_fence();
+void wgmma_commit();
+void wgmma_wait(int pending);
+void fence_for_wgmma();
+
 [[noreturn]] void fail(const std::string& message);  // ends the launch
 
 // Settings, and what the driver reads.
@@ -100,8 +118,12 @@ extern Order order;
 extern uint64_t seed;
 extern int processors;
 extern int arch;  // the chip: 900 for sm_90
+extern bool exact;  // code for this very chip: sm_90a
 #ifdef EMU_ARCH
 static const int set_arch [[maybe_unused]] = arch = EMU_ARCH;
+#endif
+#ifdef EMU_ARCH_FEAT_SM90_ALL
+static const bool set_exact [[maybe_unused]] = exact = true;
 #endif
 size_t most_shared_per_processor();
 inline size_t most_shared_per_block() { return most_shared_per_processor() - 1024; }

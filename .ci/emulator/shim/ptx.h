@@ -40,3 +40,31 @@ __device__ __forceinline__ void mma_16x8x8_tf32(float (&c)[4], const float (&a)[
   const uint32_t words[4] = {__float_as_uint(a[0]), __float_as_uint(a[1]), __float_as_uint(a[2]), __float_as_uint(a[3])};
   ::emu::mma(::emu::kMmaTf32, c, words, __float_as_uint(b0), __float_as_uint(b1));
 }
+
+// ---- Hopper.
+__device__ __forceinline__ void fence_for_wgmma() { ::emu::fence_for_wgmma(); }
+__device__ __forceinline__ void wgmma_fence() { ::emu::wgmma_fence(); }
+__device__ __forceinline__ void wgmma_commit() { ::emu::wgmma_commit(); }
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  static_assert(kPending >= 0, "PTX counts groups from 0");
+  ::emu::wgmma_wait(kPending);
+}
+// The compiler must not know what is in them, and keep them alive.
+__device__ __forceinline__ void wgmma_hold(uint32_t (&a)[4]) { asm volatile("" ::"r"(&a) : "memory"); }
+__device__ __forceinline__ void wgmma_hold(float (&d)[4]) { asm volatile("" ::"r"(&d) : "memory"); }
+__device__ __forceinline__ uint64_t wgmma_matrix(uint32_t address, uint32_t panel) {
+  return (uint64_t{1} << 62) | (uint64_t{1024 / 16} << 32) | (static_cast<uint64_t>(panel / 16) << 16) |
+         ((address & 0x3ffff) / 16);
+}
+template <typename Element, bool kTransposed, int kEights>
+__device__ __forceinline__ void wgmma_64x16(float (&d)[kEights][4], const uint32_t (&a)[4], uint64_t b, int add) {
+  static_assert(kEights == 4 || kEights == 8 || kEights == 16, "the source has no other");
+  constexpr bool kHalf = ::emu::mma_kind<Element>(16) == ::emu::kMmaHalf16;
+  ::emu::wgmma({kHalf, 8 * kEights, kTransposed, d[0], a, 0, b, add});
+}
+template <typename Element>
+__device__ __forceinline__ void wgmma_64x16(float (&d)[4][4], uint64_t a, uint64_t b, int add) {
+  constexpr bool kHalf = ::emu::mma_kind<Element>(16) == ::emu::kMmaHalf16;
+  ::emu::wgmma({kHalf, 32, false, d[0], nullptr, a, b, add});
+}
