@@ -475,8 +475,8 @@ MUTATIONS = [
     ),
     (
         "tensor cores: the gate of the first step past the end counts",
-        r"(4 \* quad \+ n / 4 \* 2 \+ n % 2) >= left",
-        r"\1 > left",
+        r"(4 \* quad \+ n / 4 \* 2 \+ n % 2) < left",
+        r"\1 <= left",
         "plain",
         TENSOR,
     ),
@@ -537,12 +537,15 @@ def mutate(source, options):
         mutant, count = re.subn(pattern, replacement, source)
         if count == 0:
             print(f"emu: mutation '{name}': the source has no such text any more", flush=True)
+            failures += 1
+            done += 1
             continue
         start = time.time()
         built = build(mutant, mode, "-O1", dtype, arch, quiet=True)
         if isinstance(built, str):
             print(f"emu: mutation '{name}': does not compile\n{built[-800:]}")
             failures += 1
+            done += 1
             continue
         compiled = time.time() - start
         arguments = ["--quick", "--dtype", dtype, *cases, *options.rest]
