@@ -975,22 +975,27 @@ struct SharedTile {
   }
 };
 
-template <typename Element_, typename Gate_, int kRows_, int kWarps_, int kTiles_, int kBlocks_>
+template <typename Element_, typename Gate_, int kRows_, int kWarps_, int kTiles_, int kBlocks_,
+          int kParts_ = 1>
 struct TensorTraits {
   using Element = Element_;
   using Gate = Gate_;
-  static constexpr int kRows = kRows_;      // of the state; K is padded with zeros
-  static constexpr int kWarps = kWarps_;    // 16 columns each
+  static constexpr int kRows = kRows_;  // of the state; K is padded with zeros
+  static constexpr int kWarps = kWarps_;
   static constexpr int kTiles = kTiles_;    // of 16 steps in a chunk: 1 or 2
   static constexpr int kBlocks = kBlocks_;  // that shall fit on a multiprocessor
+  static constexpr int kParts = kParts_;    // warps that share 16 columns: 1 or 2
+  static_assert(kParts == 1 || kTiles == 2, "a warp of a pair plans one of two tiles");
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kColumns = 16 * kWarps;
+  static constexpr int kGroups = kWarps / kParts;  // of 16 columns
+  static constexpr int kColumns = 16 * kGroups;
   static constexpr int kSteps = 16 * kTiles;
   static constexpr bool kFloat = std::is_same_v<Element, float>;
   static constexpr bool kEarly = !kFloat && kRows <= 64;  // read gates long before their use
   // Rows of q and k lie in panels of 128 bytes, as wgmma wants them; float32 ones in one piece.
   static constexpr int kPanel = kFloat || kRows < 64 ? kRows : 64;
-  static constexpr bool kWgmma = !kFloat && (kRows == 64 || kRows == 128) && kWarps % 4 == 0;
+  static constexpr bool kWgmma =
+      !kFloat && (kRows == 64 || kRows == 128) && kWarps % 4 == 0 && kParts == 1;
   using RowTile = SharedTile<Element, kPanel, kSteps>;
   using ColumnTile = SharedTile<Element, kColumns, kSteps>;
   using GateTile = SharedTile<Gate, kColumns, kSteps>;
@@ -1002,7 +1007,14 @@ struct TensorTraits {
   static constexpr int kStageBytes = 2 * kRowOperand + kTiles * (kColumnTile + kGateTile);
   static constexpr int kProducts = kTiles * kTiles;
   static constexpr int kProductBytes = 16 * 16 * sizeof(Element);
-  static constexpr int kOtherBytes = 2 * kProducts * kProductBytes;
+  // What the warps of a pair tell each other, twice as well: values carried to the end of a tile,
+  // its decays, and sums for the other one's outputs. Values have v's place if they fit there, and
+  // outputs then gate's.
+  static constexpr int kValuesBytes = kParts == 1 || kFloat ? 0 : kWarps * 1024;
+  static constexpr int kDecaysBytes = kParts == 1 ? 0 : kWarps * 64;
+  static constexpr int kSumsBytes = kParts == 1 ? 0 : kWarps * 1024;
+  static constexpr int kOtherBytes =
+      2 * (kProducts * kProductBytes + kValuesBytes + kDecaysBytes + kSumsBytes);
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -1032,12 +1044,19 @@ struct Operand<float> {
   float low[2];
 };
 
+// The upper 19 bits of x times a bit more than 1, which makes the rest as often negative as positive:
+// what the tensor core drops of it, and the product of two such parts, then average out. Rounding
+// to zero keeps large numbers finite.
+__device__ __forceinline__ float upper_part(float x) {
+  return __uint_as_float(__float_as_uint(__fmul_rz(x, 1.0f + 0x1.6p-12f)) & 0xffffe000u);
+}
+
 template <typename Element>
 __device__ __forceinline__ Operand<Element> make_operand(float first, float second) {
   if constexpr (std::is_same_v<Element, float>) {
     Operand<float> result;
-    result.high[0] = __uint_as_float(__float_as_uint(first) & 0xffffe000u);
-    result.high[1] = __uint_as_float(__float_as_uint(second) & 0xffffe000u);
+    result.high[0] = upper_part(first);
+    result.high[1] = upper_part(second);
     result.low[0] = first - result.high[0];
     result.low[1] = second - result.high[1];
     return result;
@@ -1213,9 +1232,13 @@ struct TileLoader {
 #pragma unroll
     for (int n = 0; n < kSteps; n += kStride) {
       if (kStride > kSteps && threadIdx.x / kChunks >= kSteps) break;
-      // 16 steps on, the place in a row is the same.
-      const uint32_t at =
-          kStride % 16 == 0 ? place + n * Tile::kRowBytes : place_of(n + threadIdx.x / kChunks);
+      // 16 steps on, the place in a row is the same; 8 steps on, it is 4 slots and 4 chunks away.
+      uint32_t at = place + n / 16 * 16 * Tile::kRowBytes;
+      if constexpr (kStride == 8 && Tile::kChunks >= 8) {
+        at = (place ^ n % 16 * 8) + (n / 16 * 16 + n % 16 / 2) * Tile::kRowBytes;
+      } else if constexpr (kStride % 16 != 0) {
+        at = place_of(n + threadIdx.x / kChunks);
+      }
       work(tile + at, from + n * step_bytes, n < left);
     }
     from += kSteps * step_bytes;
@@ -1239,6 +1262,7 @@ struct RowFragments {
   uint32_t left;   // a lane's place for a left operand, or the transposed one
   uint32_t right;  // for a right operand
   uint32_t next;   // float32: of the next slot, transposed
+  uint32_t eight;  // for 8 slots of a right operand, of 32 rows
 
   __device__ __forceinline__ RowFragments() {
     const int lane = threadIdx.x % 32;
@@ -1248,11 +1272,22 @@ struct RowFragments {
       right = Tile::element(group, 2 * quad);
       left = Tile::element(2 * quad, group);
       next = Tile::element(2 * quad + 1, group);
+      eight = right;
     } else {
       left = Tile::offset(lane % 16, lane / 16);
       right = Tile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
       next = 0;
+      eight = Tile::offset(lane % 8, lane / 8);
     }
+  }
+
+  // Of the rows from 16 kk on.
+  __device__ __forceinline__ RowFragments rows_from(int kk) const {
+    RowFragments moved = *this;
+    moved.left = at_rows(left, kk);
+    moved.right = at_rows(right, kk);
+    moved.next = at_rows(next, kk);
+    return moved;
   }
 
   // The same place 16 kk rows on.
@@ -1300,7 +1335,23 @@ struct RowFragments {
     }
   }
 
-  // The same as right operand (slots, rows): to[0], to[1] for the first 8 rows.
+  // Slots 8 half ... 8 half + 7 as right operand (rows, slots): to[0], to[1] for rows 16 kk ... and
+  // to[2], to[3] for the 16 after them.
+  __device__ __forceinline__ void load_eight(Elements (&to)[4], uint32_t tile, int half,
+                                             int kk) const {
+    const uint32_t at = tile + half * 8 * Tile::kRowBytes + eight;
+    if constexpr (Traits::kFloat) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) to[n] = pair_at(at_rows(at, kk + n / 2) ^ n % 2 * 32);
+    } else {
+      uint32_t words[4];
+      load_matrices(words, at_rows(at, kk));
+#pragma unroll
+      for (int n = 0; n < 4; ++n) to[n].bits = words[n];
+    }
+  }
+
+  // Like load_right as right operand (slots, rows): to[0], to[1] for the first 8 rows.
   __device__ __forceinline__ void load_transposed(Elements (&to)[4], uint32_t tile, int kk) const {
     if constexpr (Traits::kFloat) {
 #pragma unroll
@@ -1427,6 +1478,17 @@ struct Products {
                                                  make_operand<Element>(p[0][2], p[0][3]).bits,
                                                  make_operand<Element>(p[1][0], p[1][1]).bits,
                                                  make_operand<Element>(p[1][2], p[1][3]).bits));
+    }
+  }
+
+  // Only slots 8 n ... 8 n + 7 of k.
+  static __device__ __forceinline__ void store_half(uint32_t block, int n, const float (&p)[4]) {
+    const int lane = threadIdx.x % 32;
+    if constexpr (std::is_same_v<Element, float>) {
+      store_shared(block + n * 512 + lane * 16, make_float4(p[0], p[1], p[2], p[3]));
+    } else {
+      store_shared(block + lane * 16 + n * 8, make_uint2(make_operand<Element>(p[0], p[1]).bits,
+                                                         make_operand<Element>(p[2], p[3]).bits));
     }
   }
 
@@ -1651,10 +1713,63 @@ struct ChunkPlan {
   }
 };
 
+// The plan of a tile whose chunk belongs to a pair of warps: its steps get factor * (what reaches
+// the tile) + inside.
+template <class Traits>
+struct TilePlan {
+  float factor[2][4];
+  float inside[2][4];
+};
+
+// What a thread owns.
+template <class Traits>
+struct TensorOwner {
+  int group;
+  int quad;
+  int64_t segment;
+  int64_t pair;  // of batch and head
+  int64_t batch;
+  int64_t head;
+  int64_t first_column;  // of the block
+  int part;              // of the state's rows
+  int columns;           // 16 of the block's
+  int64_t column;
+
+  __device__ __forceinline__ TensorOwner(const Params& p, const TensorLaunch& launch,
+                                         uint32_t block, uint32_t thread) {
+    const int lane = thread % 32;
+    const int warp = thread / 32;
+    group = lane / 4;
+    quad = lane % 4;
+    const int64_t tile = block % launch.tiles;
+    segment = block / launch.tiles % launch.segments;
+    pair = block / launch.tiles / launch.segments;
+    batch = pair / p.H;
+    head = pair % p.H;
+    first_column = tile * Traits::kColumns;
+    part = Traits::kParts == 1 ? 0 : warp / Traits::kGroups;
+    columns = Traits::kParts == 1 ? warp : warp % Traits::kGroups;
+    column = first_column + columns * 16;
+  }
+
+  // Element [n][c] of the state: row 8 n + 2 quad + c % 2 of the part, column group + 8 (c / 2).
+  __device__ __forceinline__ int64_t row_at(int n, int c) const {
+    return part * (Traits::kRows / Traits::kParts) + 8 * n + 2 * quad + c % 2;
+  }
+  __device__ __forceinline__ int64_t column_at(int c) const { return column + group + c / 2 * 8; }
+};
+
 // ---- The kernel. With kStateOnly it computes segments' end states from zero, and their decays.
 //
 // In one turn of the loop a warp takes the state past one chunk, makes the plan of the next, and
 // its share of P for the one after: three strands that don't wait for each other.
+
+//
+// Warps of a pair have the same columns, each half of the state's rows, and each one plans one of a
+// chunk's two tiles. What they have to tell each other lies in shared memory until the next turn:
+// the tiles' carried values and decays, which both need when the chunk comes to the state; and then
+// what each part of the state gives to the other one's tile. So a chunk's outputs leave one turn
+// after the state has passed it.
 
 template <class Traits, bool kStateOnly>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
@@ -1663,7 +1778,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   using Gate = typename Traits::Gate;
   constexpr int kTiles = Traits::kTiles;
   constexpr int kSteps = Traits::kSteps;
+  constexpr int kParts = Traits::kParts;
   constexpr int kSixteens = Traits::kRows / 16;
+  constexpr int kOwnSixteens = kSixteens / kParts;  // of the warp's part of the state
 #ifdef GATED_DELTA_WGMMA
   constexpr bool kWgmma = Traits::kWgmma;
 #else
@@ -1675,18 +1792,19 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   extern __shared__ __align__(1024) unsigned char tensor_memory[];
 
   // ---- Who owns what.
+  const TensorOwner<Traits> owner(p, launch, blockIdx.x, threadIdx.x);
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int group = lane / 4;
   const int quad = lane % 4;
-  const int64_t tile = blockIdx.x % launch.tiles;
-  const int64_t segment = blockIdx.x / launch.tiles % launch.segments;
-  const int64_t pair = blockIdx.x / launch.tiles / launch.segments;
-  const int64_t batch = pair / p.H;
-  const int64_t head = pair % p.H;
+  const int part = owner.part;
+  const int columns = owner.columns;
+  const int64_t segment = owner.segment;
+  const int64_t batch = owner.batch;
+  const int64_t head = owner.head;
   const int64_t start = segment * launch.segment_steps;
-  const int64_t first_column = tile * Traits::kColumns;
-  const int64_t column = first_column + warp * 16;
+  const int64_t first_column = owner.first_column;
+  const int64_t column = owner.column;
   const int steps = static_cast<int>(min(p.T - start, launch.segment_steps));
   const int chunks = (steps + kSteps - 1) / kSteps;
 
@@ -1728,16 +1846,16 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     return chunk + 1 < chunks ? around : stage;
   };
 
-  // ---- The state before the first step: [n][2 h + e] is row 8 n + 2 quad + e, column group + 8 h.
-  float state[2 * kSixteens][4];
+  // ---- The state before the first step.
+  float state[2 * kOwnSixteens][4];
   View<int64_t> before = p.initial_state;
   if (launch.segments > 1) before = segment_states(p, launch, segment);
 #pragma unroll
-  for (int n = 0; n < 2 * kSixteens; ++n) {
+  for (int n = 0; n < 2 * kOwnSixteens; ++n) {
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      const int64_t row = 8 * n + 2 * quad + c % 2;
-      const int64_t at = column + group + c / 2 * 8;
+      const int64_t row = owner.row_at(n, c);
+      const int64_t at = owner.column_at(c);
       state[n][c] = 0;
       if (!kStateOnly && before.data != nullptr && row < p.K && at < p.V)
         state[n][c] = *element_of<const float>(before, batch, head, row, at);
@@ -1746,8 +1864,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   float segment_decay[2] = {1, 1};
 
   const RowFragments<Traits> rows;
-  const ColumnFragments<Element, typename Traits::ColumnTile> value_fragments(warp * 16);
-  const ColumnFragments<Gate, typename Traits::GateTile> gate_fragments(warp * 16);
+  const RowFragments<Traits> own_rows = rows.rows_from(part * kOwnSixteens);
+  const ColumnFragments<Element, typename Traits::ColumnTile> value_fragments(columns * 16);
+  const ColumnFragments<Gate, typename Traits::GateTile> gate_fragments(columns * 16);
   const LevelMasks<Element> masks(group, quad);
 
   // Reads the gates and values of a chunk's tile.
@@ -1785,6 +1904,14 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     for (int n = 0; n < kCount; ++n) tiles[n].multiply_gates();
   };
 
+  // Where a block of P lies. For a pair the second tile's q with the first one's k is still of use
+  // when P of the chunk after the next comes: it goes in turn to its own place and to that of block
+  // 1, which nobody needs.
+  const auto products_at = [&](int chunk, int block) {
+    const int place = kParts == 2 && block == 2 ? 2 - chunk / 2 % 2 : block;
+    return products + (chunk % 2 * Traits::kProducts + place) * Traits::kProductBytes;
+  };
+
   // P of a chunk, times scale: block m * kTiles + n is the m-th tile of q with the n-th of k. (Of
   // two tiles the first block beyond the diagonal is of no use, but its warp would wait anyway.)
   const auto multiply_q_k = [&](int chunk, uint32_t stage) {
@@ -1819,9 +1946,39 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       for (int n = 0; n < 8; ++n) sum[n / 4][n % 4] += other[n / 4][n % 4];
 #pragma unroll
       for (int n = 0; n < 8; ++n) sum[n / 4][n % 4] *= launch.scale;
-      Products<Element>::store(
-          products + (chunk % 2 * Traits::kProducts + block) * Traits::kProductBytes, sum);
+      if (kParts == 1 || block != 1) Products<Element>::store(products_at(chunk, block), sum);
     }
+  };
+
+  // The same with half a block to each of (at least) eight warps.
+  const auto multiply_q_k_halves = [&](int chunk, uint32_t stage) {
+    constexpr int kHalves = 2 * Traits::kProducts;
+    const int turn =
+        kHalves < Traits::kWarps ? (warp - chunk * kHalves) & (Traits::kWarps - 1) : warp;
+    if (kHalves < Traits::kWarps && turn >= kHalves) return;
+    const int block = turn / 2;
+    const uint32_t q_tile = stage + block / kTiles * Traits::kRowTile;
+    const uint32_t k_tile = stage + kOfK + block % kTiles * Traits::kRowTile;
+    float sum[2][4] = {};
+#pragma unroll
+    for (int kk = 0; kk < kSixteens; kk += 2) {
+      Operand<Element> right[4];
+      rows.load_eight(right, k_tile, turn % 2, kk);
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        Operand<Element> left[4];
+        rows.load_left(left, q_tile, kk + n);
+        float part[4] = {};
+        multiply_16(Traits::kFloat ? part : sum[n], left, right[2 * n], right[2 * n + 1]);
+        if constexpr (Traits::kFloat) {
+#pragma unroll
+          for (int c = 0; c < 4; ++c) sum[n][c] += part[c];
+        }
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) sum[0][c] = (sum[0][c] + sum[1][c]) * launch.scale;
+    if (block != 1) Products<Element>::store_half(products_at(chunk, block), turn % 2, sum[0]);
   };
 
   // Rows 16 m ... 16 m + 15 of P as wgmma leaves them.
@@ -1851,12 +2008,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   };
 
   // ---- The state on mma.
-  const auto multiply_q_state = [&](float (&y)[2 * kTiles][4], float (&state)[2 * kSixteens][4],
+  const auto multiply_q_state = [&](float (&y)[2 * kTiles][4], float (&state)[2 * kOwnSixteens][4],
                                     uint32_t q_tile) {
 #pragma unroll
     for (int n = 0; n < 8 * kTiles; ++n) y[n / 4][n % 4] = 0;
 #pragma unroll
-    for (int kk = 0; kk < kSixteens; ++kk) {
+    for (int kk = 0; kk < kOwnSixteens; ++kk) {
       Operand<Element> left[4];
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
@@ -1866,7 +2023,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
 #pragma unroll
       for (int u = 0; u < kTiles; ++u) {
         Operand<Element> right[4];
-        rows.load_right(right, q_tile + u * Traits::kRowTile, kk);
+        own_rows.load_right(right, q_tile + (u ^ part) * Traits::kRowTile, kk);
         multiply_16_add<Element>(y[2 * u], y[2 * u + 1], left, right);
       }
     }
@@ -1910,186 +2067,422 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     y_out += kSteps * p.y.stride[1];
   };
 
-  // ---- The first chunk's plan.
   uint32_t stage = shared;
-  ChunkPlan<Traits> plan;
-  {
-    wait_for_all_but(launch.stages - 3);
-    if constexpr (kWgmma) fence_for_wgmma();
-    __syncthreads();
-    if constexpr (!kStateOnly) {
-      multiply_q_k(0, stage);
-      multiply_q_k(1, next_stage(0, stage));
+  if constexpr (kParts == 1) {
+    // ---- The first chunk's plan.
+    ChunkPlan<Traits> plan;
+    {
+      wait_for_all_but(launch.stages - 3);
+      if constexpr (kWgmma) fence_for_wgmma();
       __syncthreads();
-    }
-    TimeTile<Traits> tile[1];
-    load_gates(tile, 0, 0, stage);
-    plan.template take<!kStateOnly, 0>(tile[0], launch.scale, products, masks);
-    if constexpr (kTiles == 2) {
-      load_gates(tile, 1, 0, stage);
-      plan.template take<!kStateOnly, 1>(tile[0], launch.scale, products, masks);
-    }
-  }
-
-  for (int chunk = 0; chunk < chunks; ++chunk) {
-    const uint32_t next = next_stage(chunk, stage);
-    const uint32_t after_next = next_stage(chunk + 1, next);
-    TimeTile<Traits> tiles[Traits::kEarly ? kTiles : 1];
-    if constexpr (Traits::kEarly) load_gates(tiles, 0, chunk + 1, next);
-
-    // ---- What the state before the chunk gives to each step; the state after it.
-    float y[2 * kTiles][4];
-    float p_rows[2 * kTiles][4];  // of wgmma: 16 rows a warp
-    uint32_t left[kWgmma ? kSixteens : 1][4];
-    uint32_t carried[kTiles][4];
-    constexpr int kGroups = (Traits::kWarps + 3) / 4;
-    const bool makes_p = kGroups == 1 || warp / 4 == chunk % kGroups;
-    if constexpr (kWgmma) {
-#pragma unroll
-      for (int u = 0; u < kTiles; ++u) {
-        Operand<Element> values[4];
-        plan.carried(values, u);
-#pragma unroll
-        for (int n = 0; n < 4; ++n) carried[u][n] = values[n].bits;
-      }
       if constexpr (!kStateOnly) {
+        multiply_q_k(0, stage);
+        multiply_q_k(1, next_stage(0, stage));
+        __syncthreads();
+      }
+      TimeTile<Traits> tile[1];
+      load_gates(tile, 0, 0, stage);
+      plan.template take<!kStateOnly, 0>(tile[0], launch.scale, products, masks);
+      if constexpr (kTiles == 2) {
+        load_gates(tile, 1, 0, stage);
+        plan.template take<!kStateOnly, 1>(tile[0], launch.scale, products, masks);
+      }
+    }
+
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      const uint32_t next = next_stage(chunk, stage);
+      const uint32_t after_next = next_stage(chunk + 1, next);
+      TimeTile<Traits> tiles[Traits::kEarly ? kTiles : 1];
+      if constexpr (Traits::kEarly) load_gates(tiles, 0, chunk + 1, next);
+
+      // ---- What the state before the chunk gives to each step; the state after it.
+      float y[2 * kTiles][4];
+      float p_rows[2 * kTiles][4];  // of wgmma: 16 rows a warp
+      uint32_t left[kWgmma ? kSixteens : 1][4];
+      uint32_t carried[kTiles][4];
+      constexpr int kGroups = (Traits::kWarps + 3) / 4;
+      const bool makes_p = kGroups == 1 || warp / 4 == chunk % kGroups;
+      if constexpr (kWgmma) {
 #pragma unroll
-        for (int n = 0; n < 4 * kSixteens; ++n) {
-          left[n / 4][n % 4] =
-              make_operand<Element>(state[n / 2][n % 2 * 2], state[n / 2][n % 2 * 2 + 1]).bits;
+        for (int u = 0; u < kTiles; ++u) {
+          Operand<Element> values[4];
+          plan.carried(values, u);
+#pragma unroll
+          for (int n = 0; n < 4; ++n) carried[u][n] = values[n].bits;
         }
-      }
+        if constexpr (!kStateOnly) {
 #pragma unroll
-      for (int n = 0; n < 8 * kSixteens; ++n) state[n / 4][n % 4] *= plan.decay[n / 2 % 2];
+          for (int n = 0; n < 4 * kSixteens; ++n) {
+            left[n / 4][n % 4] =
+                make_operand<Element>(state[n / 2][n % 2 * 2], state[n / 2][n % 2 * 2 + 1]).bits;
+          }
+        }
 #pragma unroll
-      for (int n = 0; n < 2 * kSixteens; ++n) wgmma_hold(state[n]);
+        for (int n = 0; n < 8 * kSixteens; ++n) state[n / 4][n % 4] *= plan.decay[n / 2 % 2];
 #pragma unroll
-      for (int u = 0; u < kTiles; ++u) wgmma_hold(carried[u]);
-      if constexpr (!kStateOnly) {
+        for (int n = 0; n < 2 * kSixteens; ++n) wgmma_hold(state[n]);
 #pragma unroll
-        for (int kk = 0; kk < kSixteens; ++kk) wgmma_hold(left[kk]);
-      }
-      wgmma_fence();
-      const uint64_t q_now = wgmma_matrix(stage, 0);
-      const uint64_t k_now = wgmma_matrix(stage + kOfK, Traits::RowTile::kPanelBytes);
-      if constexpr (!kStateOnly) {
+        for (int u = 0; u < kTiles; ++u) wgmma_hold(carried[u]);
+        if constexpr (!kStateOnly) {
 #pragma unroll
-        for (int kk = 0; kk < kSixteens; ++kk) {
-          wgmma_64x16<Element, false>(y, left[kk], q_now + rows_on(kk), kk > 0);
+          for (int kk = 0; kk < kSixteens; ++kk) wgmma_hold(left[kk]);
+        }
+        wgmma_fence();
+        const uint64_t q_now = wgmma_matrix(stage, 0);
+        const uint64_t k_now = wgmma_matrix(stage + kOfK, Traits::RowTile::kPanelBytes);
+        if constexpr (!kStateOnly) {
+#pragma unroll
+          for (int kk = 0; kk < kSixteens; ++kk) {
+            wgmma_64x16<Element, false>(y, left[kk], q_now + rows_on(kk), kk > 0);
+          }
+          wgmma_commit();
+        }
+#pragma unroll
+        for (int u = 0; u < kTiles; ++u) {
+          wgmma_64x16<Element, true>(state, carried[u], k_now + u * Traits::kRowTile / 16, 1);
         }
         wgmma_commit();
+      } else {
+        if constexpr (!kStateOnly) multiply_q_state(y, state, stage);
+        advance_state(state, plan, stage + kOfK);
+      }
+
+      // ---- The chunk after the next has come, every warp has left the last one, and the next one's
+      // P is complete.
+      wait_for_all_but(launch.stages - 4);
+      if constexpr (kWgmma) fence_for_wgmma();
+      __syncthreads();
+      start_loading(chunk + launch.stages - 1,
+                    (stage == shared ? ring_end : stage) - Traits::kStageBytes);
+      if constexpr (!Traits::kEarly) load_gates(tiles, 0, chunk + 1, next);
+
+      // ---- P of the chunk after the next.
+      if constexpr (kWgmma && !kStateOnly) {
+        // q's rows from 32 on are whatever follows, and come to nothing: warps 2 and 3 ignore them.
+        if (makes_p) {
+          const uint64_t q_later = wgmma_matrix(after_next, 0);
+          const uint64_t k_later = wgmma_matrix(after_next + kOfK, 0);
+          wgmma_fence();
+#pragma unroll
+          for (int kk = 0; kk < kSixteens; ++kk) {
+            wgmma_64x16<Element>(p_rows, q_later + rows_on(kk), k_later + rows_on(kk), kk > 0);
+          }
+        }
+        wgmma_commit();
+      } else if constexpr (!kStateOnly) {
+        multiply_q_k(chunk + 2, after_next);
       }
 #pragma unroll
-      for (int u = 0; u < kTiles; ++u) {
-        wgmma_64x16<Element, true>(state, carried[u], k_now + u * Traits::kRowTile / 16, 1);
-      }
-      wgmma_commit();
-    } else {
-      if constexpr (!kStateOnly) multiply_q_state(y, state, stage);
-      advance_state(state, plan, stage + kOfK);
-    }
+      for (int h = 0; h < 2; ++h) segment_decay[h] *= plan.decay[h];
 
-    // ---- The chunk after the next has come, every warp has left the last one, and the next one's
-    // P is complete.
-    wait_for_all_but(launch.stages - 4);
-    if constexpr (kWgmma) fence_for_wgmma();
-    __syncthreads();
-    start_loading(chunk + launch.stages - 1,
-                  (stage == shared ? ring_end : stage) - Traits::kStageBytes);
-    if constexpr (!Traits::kEarly) load_gates(tiles, 0, chunk + 1, next);
+      // ---- The next chunk's plan.
+      ChunkPlan<Traits> next_plan;
+      const uint32_t next_products = products + (chunk + 1) % 2 * Traits::kOtherBytes / 2;
+      next_plan.template take<!kStateOnly, 0>(tiles[0], launch.scale, next_products, masks);
 
-    // ---- P of the chunk after the next.
-    if constexpr (kWgmma && !kStateOnly) {
-      // q's rows from 32 on are whatever follows, and come to nothing: warps 2 and 3 ignore them.
-      if (makes_p) {
-        const uint64_t q_later = wgmma_matrix(after_next, 0);
-        const uint64_t k_later = wgmma_matrix(after_next + kOfK, 0);
-        wgmma_fence();
+      // ---- Outputs, by way of v's place in shared memory, where only this warp reads.
+      if constexpr (!kStateOnly) {
+        if constexpr (kWgmma) {
+          wgmma_wait<2>();
 #pragma unroll
-        for (int kk = 0; kk < kSixteens; ++kk) {
-          wgmma_64x16<Element>(p_rows, q_later + rows_on(kk), k_later + rows_on(kk), kk > 0);
+          for (int kk = 0; kk < kSixteens; ++kk) wgmma_hold(left[kk]);
+#pragma unroll
+          for (int n = 0; n < 2 * kTiles; ++n) wgmma_hold(y[n]);
+        }
+        const uint32_t y_tile = stage + kOfV;
+        __syncwarp();
+#pragma unroll
+        for (int u = 0; u < kTiles; ++u) {
+          float out[2][4];
+#pragma unroll
+          for (int n = 0; n < 8; ++n) {
+            out[n / 4][n % 4] = fmaf(plan.factor[u][n / 4][n % 4], y[2 * u + n / 4][n % 4],
+                                     plan.inside[u][n / 4][n % 4]);
+          }
+          value_fragments.store(out, y_tile + u * Traits::kColumnTile);
+        }
+        if constexpr (!Traits::kEarly) copy_out(chunk, y_tile);
+      }
+
+      if constexpr (kTiles == 2) {
+        if constexpr (!Traits::kEarly) load_gates(tiles, 1, chunk + 1, next);
+        next_plan.template take<!kStateOnly, 1>(tiles[Traits::kEarly ? 1 : 0], launch.scale,
+                                                next_products, masks);
+      }
+      if constexpr (!kStateOnly && Traits::kEarly) copy_out(chunk, stage + kOfV);
+      if constexpr (kWgmma) {
+        wgmma_wait<0>();
+#pragma unroll
+        for (int u = 0; u < kTiles; ++u) wgmma_hold(carried[u]);
+#pragma unroll
+        for (int n = 0; n < 2 * kSixteens; ++n) wgmma_hold(state[n]);
+        if constexpr (!kStateOnly) {
+#pragma unroll
+          for (int n = 0; n < 2 * kTiles; ++n) wgmma_hold(p_rows[n]);
+          if (makes_p && warp % 4 < 2) store_products(p_rows, chunk + 2, warp % 4);
         }
       }
-      wgmma_commit();
-    } else if constexpr (!kStateOnly) {
-      multiply_q_k(chunk + 2, after_next);
+      plan = next_plan;
+      stage = next;
     }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) segment_decay[h] *= plan.decay[h];
-
-    // ---- The next chunk's plan.
-    ChunkPlan<Traits> next_plan;
-    const uint32_t next_products = products + (chunk + 1) % 2 * Traits::kOtherBytes / 2;
-    next_plan.template take<!kStateOnly, 0>(tiles[0], launch.scale, next_products, masks);
-
-    // ---- Outputs, by way of v's place in shared memory, where only this warp reads.
-    if constexpr (!kStateOnly) {
-      if constexpr (kWgmma) {
-        wgmma_wait<2>();
-#pragma unroll
-        for (int kk = 0; kk < kSixteens; ++kk) wgmma_hold(left[kk]);
-#pragma unroll
-        for (int n = 0; n < 2 * kTiles; ++n) wgmma_hold(y[n]);
+  } else {
+    // ---- What the warps of a pair tell each other.
+    constexpr uint32_t kOfY = Traits::kFloat ? kOfGate : kOfV;
+    constexpr uint32_t kFlip = Traits::kFloat ? 32 : 512;
+    const uint32_t decays = products + 2 * Traits::kProducts * Traits::kProductBytes;
+    const uint32_t sums = decays + 2 * Traits::kDecaysBytes;
+    const uint32_t values = sums + 2 * Traits::kSumsBytes;
+    // Of a chunk's tile u; the second half at the address ^ kFlip.
+    const auto values_at = [&](int u, int chunk, uint32_t stage) {
+      if constexpr (Traits::kFloat) {
+        return stage + kOfV + u * Traits::kColumnTile +
+               Traits::ColumnTile::offset(lane / 2, 4 * columns + lane % 2);
+      } else {
+        return values + chunk % 2 * Traits::kValuesBytes + (u * Traits::kGroups + columns) * 1024 +
+               lane * 16;
       }
-      const uint32_t y_tile = stage + kOfV;
-      __syncwarp();
+    };
+    const auto decay_at = [&](int u, int chunk) {
+      return decays + chunk % 2 * Traits::kDecaysBytes + (u * Traits::kGroups + columns) * 64 +
+             group * 8;
+    };
+    // What the state's part u gives to the other part's tile; the second half 512 bytes on.
+    const auto sums_at = [&](int u, int chunk) {
+      return sums + chunk % 2 * Traits::kSumsBytes + (u * Traits::kGroups + columns) * 1024 +
+             lane * 16;
+    };
+
+    const auto pack = [](Operand<Element>(&to)[4], const float (&value)[2][4]) {
 #pragma unroll
-      for (int u = 0; u < kTiles; ++u) {
-        float out[2][4];
+      for (int n = 0; n < 4; ++n) {
+        to[n] = make_operand<Element>(value[n / 2][n % 2 * 2], value[n / 2][n % 2 * 2 + 1]);
+      }
+    };
+    // By both tiles of a chunk; `value` has what each carries to its end.
+    const auto advance_part = [&](float (&value)[2][2][4], const float (&first)[2],
+                                  const float (&second)[2], uint32_t k_tile) {
+      if constexpr (!Traits::kFloat) {
+#pragma unroll
+        for (int n = 0; n < 8; ++n) value[0][n / 4][n % 4] *= second[n / 2 % 2];
+      }
+      Operand<Element> left[2][4];
+      pack(left[0], value[0]);
+      pack(left[1], value[1]);
+#pragma unroll
+      for (int kk = 0; kk < kOwnSixteens; ++kk) {
+        float added[2][2][4] = {};
+        if constexpr (!Traits::kFloat) {
+#pragma unroll
+          for (int n = 0; n < 8; ++n) {
+            const int h = n / 2 % 2;
+            state[2 * kk + n / 4][n % 4] *= first[h] * second[h];
+          }
+        }
+#pragma unroll
+        for (int u = 0; u < 2; ++u) {
+          Operand<Element> right[4];
+          own_rows.load_transposed(right, k_tile + u * Traits::kRowTile, kk);
+          multiply_16(Traits::kFloat ? added[u][0] : state[2 * kk], left[u], right[0], right[1]);
+          multiply_16(Traits::kFloat ? added[u][1] : state[2 * kk + 1], left[u], right[2],
+                      right[3]);
+        }
+        if constexpr (Traits::kFloat) {
+#pragma unroll
+          for (int n = 0; n < 8; ++n) {
+            const int h = n / 2 % 2;
+            float& element = state[2 * kk + n / 4][n % 4];
+            element = fmaf(first[h] * second[h], element,
+                           fmaf(second[h], added[0][n / 4][n % 4], added[1][n / 4][n % 4]));
+          }
+        }
+      }
+    };
+    const auto make_products = [&](int chunk, uint32_t stage) {
+      if constexpr (Traits::kWarps >= 2 * Traits::kProducts) {
+        multiply_q_k_halves(chunk, stage);
+      } else {
+        multiply_q_k(chunk, stage);
+      }
+    };
+
+    TilePlan<Traits> plan;
+    const auto make_plan = [&](TimeTile<Traits>& tile, int chunk) {
+      Products<Element> within;
+      if constexpr (!kStateOnly) {
+        within.load(products_at(chunk, 3 * part));
+      }
+      tile.template scan<!kStateOnly>(within, masks);
+      const float through[2] = {1, 1};
+      const float nothing[2][4] = {};
+      if constexpr (!kStateOnly) tile.finish(through, true, nothing, plan.factor, plan.inside);
+    };
+    const auto send_plan = [&](const TimeTile<Traits>& tile, int chunk, uint32_t stage) {
+      const auto& value = tile.value;
+      const uint32_t to = values_at(part, chunk, stage);
+      if (chunk >= chunks) return;
+      store_shared(to, make_float4(value[0][0][0], value[0][0][1], value[0][1][0], value[0][1][1]));
+      store_shared(to ^ kFlip,
+                   make_float4(value[1][0][0], value[1][0][1], value[1][1][0], value[1][1][1]));
+      if (quad == 0) store_shared(decay_at(part, chunk), make_float2(tile.decay[0], tile.decay[1]));
+    };
+    const auto send_sums = [&](const float (&a)[4], const float (&b)[4], int chunk) {
+      const uint32_t to = sums_at(part, chunk);
+      store_shared(to, make_float4(a[0], a[1], a[2], a[3]));
+      store_shared(to + 512, make_float4(b[0], b[1], b[2], b[3]));
+    };
+
+    // Outputs of the chunk before: y = factor * (the other part's sum) + sum. They leave by way of a
+    // place in shared memory from which only this warp has read.
+    float factor[2][4] = {};
+    float sum[2][4] = {};
+    const auto finish_outputs = [&](int chunk, uint32_t stage) {
+      float y[2][4];
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        const float4 other = load_shared<float4>(sums_at(1 - part, chunk + 1) + s * 512);
+        y[s][0] = fmaf(factor[s][0], other.x, sum[s][0]);
+        y[s][1] = fmaf(factor[s][1], other.y, sum[s][1]);
+        y[s][2] = fmaf(factor[s][2], other.z, sum[s][2]);
+        y[s][3] = fmaf(factor[s][3], other.w, sum[s][3]);
+      }
+      value_fragments.store(y, stage + kOfY + part * Traits::kColumnTile);
+    };
+    const auto copy_outputs = [&](int chunk, uint32_t stage) {
+      __syncwarp();
+      constexpr int kStepsAtOnce = 32 / kYChunks;
+#pragma unroll
+      for (int n = 0; n < 16; n += kStepsAtOnce) {
+        const int step = (chunk - 1) * kSteps + part * 16 + n + y_step;
+        const uint4 bytes = load_shared<uint4>(
+            stage + kOfY + part * Traits::kColumnTile +
+            Traits::ColumnTile::offset(slot_of(n + y_step), columns * kYChunks + lane % kYChunks));
+        if (step >= 0 && step < y_steps)
+          *reinterpret_cast<uint4*>(y_out + n * p.y.stride[1]) = bytes;
+      }
+      y_out += kSteps * p.y.stride[1];
+    };
+    y_out += (part * 16 - kSteps) * p.y.stride[1];
+
+    // ---- The first chunk's plan. No chunk comes before it.
+    {
+      wait_for_all_but(launch.stages - 3);
+      __syncthreads();
+      TimeTile<Traits> tile[1];
+      load_gates(tile, part, 0, stage);
+      if constexpr (!kStateOnly) {
+#pragma unroll 1
+        for (int n = 0; n < 2; ++n) make_products(n, n == 0 ? stage : next_stage(0, stage));
+        send_sums(sum[0], sum[1], 1);
+      }
+      __syncthreads();
+      make_plan(tile[0], 0);
+      send_plan(tile[0], 0, stage);
+    }
+
+    for (int chunk = 0;; ++chunk) {
+      const uint32_t next = next_stage(chunk, stage);
+      const uint32_t after_next = next_stage(chunk + 1, next);
+      TimeTile<Traits> tile[1];
+      __syncwarp();
+      load_gates(tile, part, chunk + 1, next);
+
+      // ---- The chunk after the next has come, every warp has left the last one, the next one's P
+      // and what the last turn had to tell is complete.
+      wait_for_all_but(launch.stages - 4);
+      __syncthreads();
+      if constexpr (!kStateOnly) finish_outputs(chunk, stage);
+      if (chunk == chunks) break;
+
+      // ---- What the state's part gives to each step of both tiles, first to those of its own.
+      float y[4][4];
+      if constexpr (!kStateOnly) multiply_q_state(y, state, stage);
+      float value[2][2][4];
+#pragma unroll
+      for (int u = 0; u < 2; ++u) {
+#pragma unroll
+        for (int s = 0; s < 2; ++s) {
+          const float4 four = load_shared<float4>(values_at(u, chunk, stage) ^ (s * kFlip));
+          value[u][s][0] = four.x;
+          value[u][s][1] = four.y;
+          value[u][s][2] = four.z;
+          value[u][s][3] = four.w;
+        }
+      }
+      const float2 first_decay = load_shared<float2>(decay_at(0, chunk));
+      const float2 second_decay = load_shared<float2>(decay_at(1, chunk));
+      const float first[2] = {first_decay.x, first_decay.y};
+      const float second[2] = {second_decay.x, second_decay.y};
+
+      if constexpr (!kStateOnly) {
+        // To the second tile also the first one's values.
+        Operand<Element> left[4];
+        pack(left, value[0]);
+        Products<Element> across;
+        across.load(products_at(chunk, 2));
+        float from_first[2][4] = {};
+        multiply_16(from_first[0], left, across.at[0], across.at[2]);
+        multiply_16(from_first[1], left, across.at[1], across.at[3]);
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
-          out[n / 4][n % 4] = fmaf(plan.factor[u][n / 4][n % 4], y[2 * u + n / 4][n % 4],
-                                   plan.inside[u][n / 4][n % 4]);
+          const int s = n / 4;
+          const int c = n % 4;
+          const float before = part == 0 ? 0.0f : from_first[s][c];
+          const float through = part == 0 ? launch.scale : launch.scale * first[c / 2];
+          factor[s][c] = plan.factor[s][c] * through;
+          sum[s][c] =
+              fmaf(factor[s][c], y[s][c], fmaf(plan.factor[s][c], before, plan.inside[s][c]));
         }
-        value_fragments.store(out, y_tile + u * Traits::kColumnTile);
       }
-      if constexpr (!Traits::kEarly) copy_out(chunk, y_tile);
-    }
 
-    if constexpr (kTiles == 2) {
-      if constexpr (!Traits::kEarly) load_gates(tiles, 1, chunk + 1, next);
-      next_plan.template take<!kStateOnly, 1>(tiles[Traits::kEarly ? 1 : 0], launch.scale,
-                                              next_products, masks);
+      // ---- The state's part after the chunk.
+      if constexpr (!kStateOnly) send_sums(y[2], y[3], chunk);
+      advance_part(value, first, second, stage + kOfK);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) segment_decay[h] *= first[h] * second[h];
+
+      // ---- P of the chunk after the next, the next one's plan.
+      start_loading(chunk + launch.stages - 1,
+                    (stage == shared ? ring_end : stage) - Traits::kStageBytes);
+      if constexpr (!kStateOnly) copy_outputs(chunk, stage);
+      make_plan(tile[0], chunk + 1);
+      if constexpr (!kStateOnly) make_products(chunk + 2, after_next);
+      send_plan(tile[0], chunk + 1, next);
+      stage = next;
     }
-    if constexpr (!kStateOnly && Traits::kEarly) copy_out(chunk, stage + kOfV);
-    if constexpr (kWgmma) {
-      wgmma_wait<0>();
-#pragma unroll
-      for (int u = 0; u < kTiles; ++u) wgmma_hold(carried[u]);
-#pragma unroll
-      for (int n = 0; n < 2 * kSixteens; ++n) wgmma_hold(state[n]);
-      if constexpr (!kStateOnly) {
-#pragma unroll
-        for (int n = 0; n < 2 * kTiles; ++n) wgmma_hold(p_rows[n]);
-        if (makes_p && warp % 4 < 2) store_products(p_rows, chunk + 2, warp % 4);
-      }
-    }
-    plan = next_plan;
-    stage = next;
+    if constexpr (!kStateOnly) copy_outputs(chunks, stage);
   }
 
-  // ---- The state after the last step.
+  // ---- The state after the last step. A pair has no registers to remember where it goes.
+  TensorOwner<Traits> end = owner;
+  if constexpr (kParts == 2) {
+    uint32_t block = blockIdx.x;
+    uint32_t thread = threadIdx.x;
+    asm volatile("" : "+r"(block), "+r"(thread));
+    end = TensorOwner<Traits>(p, launch, block, thread);
+  }
   View<int64_t> after = p.final_state;
   if (kStateOnly) {
-    after = segment_states(p, launch, segment);
-  } else if (segment + 1 < launch.segments) {
+    after = segment_states(p, launch, end.segment);
+  } else if (end.segment + 1 < launch.segments) {
     return;
   }
   if (after.data == nullptr) return;
 #pragma unroll
-  for (int n = 0; n < 2 * kSixteens; ++n) {
+  for (int n = 0; n < 2 * kOwnSixteens; ++n) {
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      const int64_t row = 8 * n + 2 * quad + c % 2;
-      const int64_t at = column + group + c / 2 * 8;
-      if (row < p.K && at < p.V) *element_of<float>(after, batch, head, row, at) = state[n][c];
+      const int64_t row = end.row_at(n, c);
+      const int64_t at = end.column_at(c);
+      if (row < p.K && at < p.V)
+        *element_of<float>(after, end.batch, end.head, row, at) = state[n][c];
     }
   }
-  if (kStateOnly && quad == 0) {
+  if (kStateOnly && end.quad == 0 && end.part == 0) {
+    float* decays = launch.decays + (end.pair * launch.segments + end.segment) * p.V;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int64_t at = column + group + 8 * h;
-      if (at < p.V) launch.decays[(pair * launch.segments + segment) * p.V + at] = segment_decay[h];
+      const int64_t at = end.column_at(2 * h);
+      if (at < p.V) decays[at] = segment_decay[h];
     }
   }
 }
@@ -3162,10 +3555,14 @@ cudaError_t launch_tiles(const Params& p, const Device& device, const TensorPlan
 template <typename Element, typename Gate>
 struct TensorKernels {
   static constexpr bool kFloat = std::is_same_v<Element, float>;
-  using Tile32 = TensorTraits<Element, Gate, 32, 2, 2, kFloat ? 3 : 4>;
-  using Tile64 = TensorTraits<Element, Gate, 64, 4, 2, kFloat ? 1 : 2>;
-  using Tile128 = TensorTraits<Element, Gate, 128, 8, kFloat ? 1 : 2, 1>;
-  using Tile256 = TensorTraits<Element, Gate, 256, 8, 1, 1>;  // not for float32: registers
+  template <int kRows, int kWarps, int kBlocks>
+  using Alone = TensorTraits<Element, Gate, kRows, kWarps, 2, kBlocks>;
+  template <int kRows, int kWarps, int kBlocks>
+  using Pairs = TensorTraits<Element, Gate, kRows, kWarps, 2, kBlocks, 2>;
+  using Tile32 = std::conditional_t<kFloat, Pairs<32, 4, 2>, Alone<32, 2, 4>>;
+  using Tile64 = std::conditional_t<kFloat, Pairs<64, 8, 1>, Alone<64, 4, 2>>;
+  using Tile128 = std::conditional_t<kFloat, Pairs<128, 8, 1>, Alone<128, 8, 1>>;
+  using Tile256 = Pairs<256, 8, 1>;  // not for float32: registers
 
   // Calls `use` with the traits that serve p.
   template <class Use>
