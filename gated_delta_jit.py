@@ -929,8 +929,8 @@ __device__ __forceinline__ void wgmma_64x16(float (&d)[4][4], uint64_t a, uint64
 // ==================================== Tensor-core forward =====================================
 //
 // For long sequences. A block walks over the steps of one (batch, head), or a segment of them, in
-// chunks of kTiles tiles of 16 steps; each of its warps owns 16 columns and keeps their part of the
-// state as accumulators. With G_t the product of gates from the chunk's first step to t and w a
+// chunks of kTiles tiles of 16 steps; each of its warps, or pairs of warps, owns 16 columns and keeps
+// their part of the state as accumulators. With G_t the product of gates from the chunk's first step to t and w a
 // value carried forward to the end of a stretch by the gates after it,
 //
 //   y_t[j]      = G_t[j] (q_t . S_before[:, j]) + sum_{s <= t} (q_t . k_s) v_s[j] gates s+1 .. t
@@ -2201,11 +2201,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     }
   } else {
     // ---- What the warps of a pair tell each other.
-    constexpr uint32_t kOfY = Traits::kFloat ? kOfGate : kOfV;
+    constexpr uint32_t kOfY = Traits::kFloat ? kOfGate : kOfV;  // outputs on their way
     constexpr uint32_t kFlip = Traits::kFloat ? 32 : 512;
-    const uint32_t decays = products + 2 * Traits::kProducts * Traits::kProductBytes;
-    const uint32_t sums = decays + 2 * Traits::kDecaysBytes;
-    const uint32_t values = sums + 2 * Traits::kSumsBytes;
+    const uint32_t values = products + 2 * Traits::kProducts * Traits::kProductBytes;
+    const uint32_t sums = values + 2 * Traits::kValuesBytes;
+    const uint32_t decays = sums + 2 * Traits::kSumsBytes;
     // Of a chunk's tile u; the second half at the address ^ kFlip.
     const auto values_at = [&](int u, int chunk, uint32_t stage) {
       if constexpr (Traits::kFloat) {
@@ -2232,7 +2232,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
         to[n] = make_operand<Element>(value[n / 2][n % 2 * 2], value[n / 2][n % 2 * 2 + 1]);
       }
     };
-    // By both tiles of a chunk; `value` has what each carries to its end.
+    // Takes the state's part past both tiles of a chunk; `value` has what each carries to its end,
+    // `first` and `second` their decays. float32 sums join the state outside the tensor core.
     const auto advance_part = [&](float (&value)[2][2][4], const float (&first)[2],
                                   const float (&second)[2], uint32_t k_tile) {
       if constexpr (!Traits::kFloat) {
@@ -2282,9 +2283,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     TilePlan<Traits> plan;
     const auto make_plan = [&](TimeTile<Traits>& tile, int chunk) {
       Products<Element> within;
-      if constexpr (!kStateOnly) {
-        within.load(products_at(chunk, 3 * part));
-      }
+      if constexpr (!kStateOnly) within.load(products_at(chunk, 3 * part));
       tile.template scan<!kStateOnly>(within, masks);
       const float through[2] = {1, 1};
       const float nothing[2][4] = {};
@@ -2414,7 +2413,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
 #pragma unroll
       for (int h = 0; h < 2; ++h) segment_decay[h] *= first[h] * second[h];
 
-      // ---- P of the chunk after the next, the next one's plan.
+      // ---- The next chunk's plan, and P of the one after it.
       start_loading(chunk + launch.stages - 1,
                     (stage == shared ? ring_end : stage) - Traits::kStageBytes);
       if constexpr (!kStateOnly) copy_outputs(chunk, stage);
@@ -2426,9 +2425,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     if constexpr (!kStateOnly) copy_outputs(chunks, stage);
   }
 
-  // ---- The state after the last step. A pair has no registers to remember where it goes.
+  // ---- The state after the last step. Often no registers are left to remember where it goes.
   TensorOwner<Traits> end = owner;
-  if constexpr (kParts == 2) {
+  if constexpr (kParts == 2 || Traits::kFloat) {
     uint32_t block = blockIdx.x;
     uint32_t thread = threadIdx.x;
     asm volatile("" : "+r"(block), "+r"(thread));
@@ -3433,6 +3432,7 @@ struct TensorPlan {
   int64_t segment_steps = 0;
 };
 
+constexpr int kFewestStages = 4;
 constexpr int kMostStages = 6;
 
 template <class Traits>
@@ -3475,7 +3475,7 @@ bool worth_tensor_cores(const Params& p, const TensorPlan& plan, const Device& d
 template <class Traits>
 TensorPlan plan_tensor(const Params& p, const Device& device) {
   TensorPlan plan;
-  if (tensor_stages<Traits>(device) < 4) return plan;
+  if (tensor_stages<Traits>(device) < kFewestStages) return plan;
   const int64_t tiles = (p.V + Traits::kColumns - 1) / Traits::kColumns;
   const int64_t blocks = p.B * p.H * tiles;
   plan.segments = 1;
@@ -3528,24 +3528,29 @@ cudaError_t launch_tensor(const Params& p, const Device& device, const TensorPla
 template <typename Element, typename Gate>
 struct TensorKernels {
   static constexpr bool kFloat = std::is_same_v<Element, float>;
-  template <int kRows, int kWarps, int kBlocks>
-  using Alone = TensorTraits<Element, Gate, kRows, kWarps, 2, kBlocks>;
+  template <int kRows, int kWarps, int kTiles, int kBlocks>
+  using Alone = TensorTraits<Element, Gate, kRows, kWarps, kTiles, kBlocks>;
   template <int kRows, int kWarps, int kBlocks>
   using Pairs = TensorTraits<Element, Gate, kRows, kWarps, 2, kBlocks, 2>;
-  using Tile32 = std::conditional_t<kFloat, Pairs<32, 4, 2>, Alone<32, 2, 4>>;
-  using Tile64 = std::conditional_t<kFloat, Pairs<64, 8, 1>, Alone<64, 4, 2>>;
-  using Tile128 = std::conditional_t<kFloat, Pairs<128, 8, 1>, Alone<128, 8, 1>>;
+  using Tile32 = std::conditional_t<kFloat, Pairs<32, 4, 2>, Alone<32, 2, 2, 4>>;
+  using Tile64 = std::conditional_t<kFloat, Pairs<64, 8, 1>, Alone<64, 4, 2, 2>>;
+  using Tile128 = std::conditional_t<kFloat, Pairs<128, 8, 1>, Alone<128, 8, 2, 1>>;
   using Tile256 = Pairs<256, 8, 1>;  // not for float32: registers
+  // Where a block has less than 227 KiB of shared memory.
+  using Small128 = std::conditional_t<kFloat, Alone<128, 8, 1, 1>, Tile128>;
+  using Small256 = Alone<256, 8, 1, 1>;
 
   // Calls `use` with the traits that serve p.
   template <class Use>
-  static auto with_traits(const Params& p, Use use) {
+  static auto with_traits(const Params& p, const Device& device, Use use) {
     if (p.K <= 32) return use(Tile32());
     if (p.K <= 64) return use(Tile64());
     if constexpr (!kFloat) {
-      if (p.K > 128) return use(Tile256());
+      if (p.K > 128 && tensor_stages<Tile256>(device) >= kFewestStages) return use(Tile256());
+      if (p.K > 128) return use(Small256());
     }
-    return use(Tile128());
+    if (tensor_stages<Tile128>(device) >= kFewestStages) return use(Tile128());
+    return use(Small128());
   }
 
   static TensorPlan plan(const Params& p, const Device& device) {
@@ -3556,13 +3561,15 @@ struct TensorKernels {
                       moves_in_chunks(p.v, p, kElement) && moves_in_chunks(p.y, p, kElement) &&
                       (p.gate.stride[3] == 0 || moves_in_chunks(p.gate, p, sizeof(Gate)));
     if (!fits) return TensorPlan();
-    return with_traits(p, [&](auto traits) { return plan_tensor<decltype(traits)>(p, device); });
+    return with_traits(p, device,
+                       [&](auto traits) { return plan_tensor<decltype(traits)>(p, device); });
   }
 
   static cudaError_t launch(const Params& p, const Device& device, const TensorPlan& plan,
                             cudaStream_t stream) {
-    return with_traits(
-        p, [&](auto traits) { return launch_tensor<decltype(traits)>(p, device, plan, stream); });
+    return with_traits(p, device, [&](auto traits) {
+      return launch_tensor<decltype(traits)>(p, device, plan, stream);
+    });
   }
 };
 
