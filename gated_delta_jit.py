@@ -933,8 +933,8 @@ __device__ __forceinline__ void wgmma_64x16(float (&d)[4][4], uint64_t a, uint64
 // ==================================== Tensor-core forward =====================================
 //
 // For long sequences. A block walks over the steps of one (batch, head), or a segment of them, in
-// chunks of kTiles tiles of 16 steps; each of its warps owns 16 columns and keeps their part of the
-// state as accumulators. With G_t the product of gates from the chunk's first step to t and w a
+// chunks of kTiles tiles of 16 steps; each of its warps, or pairs of warps, owns 16 columns and keeps
+// their part of the state as accumulators. With G_t the product of gates from the chunk's first step to t and w a
 // value carried forward to the end of a stretch by the gates after it,
 //
 //   y_t[j]      = G_t[j] (q_t . S_before[:, j]) + sum_{s <= t} (q_t . k_s) v_s[j] gates s+1 .. t
@@ -1020,6 +1020,8 @@ struct TensorTraits {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define GATED_DELTA_WGMMA
 #endif
+
+constexpr int kFewestStages = 4;
 
 struct TensorLaunch {
   int64_t segments = 1;       // of time, one block each
@@ -1772,8 +1774,7 @@ struct TensorOwner {
 // after the state has passed it.
 
 template <class Traits, bool kStateOnly>
-__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
-    tensor_forward(const __grid_constant__ Params p, const __grid_constant__ TensorLaunch launch) {
+__device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch& launch) {
   using Element = typename Traits::Element;
   using Gate = typename Traits::Gate;
   constexpr int kTiles = Traits::kTiles;
@@ -2227,11 +2228,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     }
   } else {
     // ---- What the warps of a pair tell each other.
-    constexpr uint32_t kOfY = Traits::kFloat ? kOfGate : kOfV;
+    constexpr uint32_t kOfY = Traits::kFloat ? kOfGate : kOfV;  // outputs on their way
     constexpr uint32_t kFlip = Traits::kFloat ? 32 : 512;
-    const uint32_t decays = products + 2 * Traits::kProducts * Traits::kProductBytes;
-    const uint32_t sums = decays + 2 * Traits::kDecaysBytes;
-    const uint32_t values = sums + 2 * Traits::kSumsBytes;
+    const uint32_t values = products + 2 * Traits::kProducts * Traits::kProductBytes;
+    const uint32_t sums = values + 2 * Traits::kValuesBytes;
+    const uint32_t decays = sums + 2 * Traits::kSumsBytes;
     // Of a chunk's tile u; the second half at the address ^ kFlip.
     const auto values_at = [&](int u, int chunk, uint32_t stage) {
       if constexpr (Traits::kFloat) {
@@ -2258,7 +2259,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
         to[n] = make_operand<Element>(value[n / 2][n % 2 * 2], value[n / 2][n % 2 * 2 + 1]);
       }
     };
-    // By both tiles of a chunk; `value` has what each carries to its end.
+    // Takes the state's part past both tiles of a chunk; `value` has what each carries to its end,
+    // `first` and `second` their decays. float32 sums join the state outside the tensor core.
     const auto advance_part = [&](float (&value)[2][2][4], const float (&first)[2],
                                   const float (&second)[2], uint32_t k_tile) {
       if constexpr (!Traits::kFloat) {
@@ -2308,9 +2310,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     TilePlan<Traits> plan;
     const auto make_plan = [&](TimeTile<Traits>& tile, int chunk) {
       Products<Element> within;
-      if constexpr (!kStateOnly) {
-        within.load(products_at(chunk, 3 * part));
-      }
+      if constexpr (!kStateOnly) within.load(products_at(chunk, 3 * part));
       tile.template scan<!kStateOnly>(within, masks);
       const float through[2] = {1, 1};
       const float nothing[2][4] = {};
@@ -2440,7 +2440,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
 #pragma unroll
       for (int h = 0; h < 2; ++h) segment_decay[h] *= first[h] * second[h];
 
-      // ---- P of the chunk after the next, the next one's plan.
+      // ---- The next chunk's plan, and P of the one after it.
       start_loading(chunk + launch.stages - 1,
                     (stage == shared ? ring_end : stage) - Traits::kStageBytes);
       if constexpr (!kStateOnly) copy_outputs(chunk, stage);
@@ -2452,9 +2452,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     if constexpr (!kStateOnly) copy_outputs(chunks, stage);
   }
 
-  // ---- The state after the last step. A pair has no registers to remember where it goes.
+  // ---- The state after the last step. Often no registers are left to remember where it goes.
   TensorOwner<Traits> end = owner;
-  if constexpr (kParts == 2) {
+  if constexpr (kParts == 2 || Traits::kFloat) {
     uint32_t block = blockIdx.x;
     uint32_t thread = threadIdx.x;
     asm volatile("" : "+r"(block), "+r"(thread));
@@ -2485,6 +2485,20 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       if (at < p.V) decays[at] = segment_decay[h];
     }
   }
+}
+
+template <class Traits, bool kStateOnly>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
+    tensor_forward(const __grid_constant__ Params p, const __grid_constant__ TensorLaunch launch) {
+#if defined(__CUDA_ARCH__) && \
+    (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+  constexpr int kMostBytes = 99 * 1024;  // of shared memory that a block may have
+#else
+  constexpr int kMostBytes = 227 * 1024;
+#endif
+  // Where it is too large it is never launched, and is not compiled either.
+  constexpr int kLeastBytes = kFewestStages * Traits::kStageBytes + Traits::kOtherBytes;
+  if constexpr (kLeastBytes <= kMostBytes) tensor_block<Traits, kStateOnly>(p, launch);
 }
 
 // Chains the segments: states become what precedes each.
@@ -3502,7 +3516,7 @@ bool worth_tensor_cores(const Params& p, const TensorPlan& plan, const Device& d
 template <class Traits>
 TensorPlan plan_tiles(const Params& p, const Device& device) {
   TensorPlan plan;
-  if (tensor_stages<Traits>(device) < 4) return plan;
+  if (tensor_stages<Traits>(device) < kFewestStages) return plan;
   const int64_t tiles = (p.V + Traits::kColumns - 1) / Traits::kColumns;
   const int64_t blocks = p.B * p.H * tiles;
   plan.segments = 1;
@@ -3555,14 +3569,17 @@ cudaError_t launch_tiles(const Params& p, const Device& device, const TensorPlan
 template <typename Element, typename Gate>
 struct TensorKernels {
   static constexpr bool kFloat = std::is_same_v<Element, float>;
-  template <int kRows, int kWarps, int kBlocks>
-  using Alone = TensorTraits<Element, Gate, kRows, kWarps, 2, kBlocks>;
+  template <int kRows, int kWarps, int kTiles, int kBlocks>
+  using Alone = TensorTraits<Element, Gate, kRows, kWarps, kTiles, kBlocks>;
   template <int kRows, int kWarps, int kBlocks>
   using Pairs = TensorTraits<Element, Gate, kRows, kWarps, 2, kBlocks, 2>;
-  using Tile32 = std::conditional_t<kFloat, Pairs<32, 4, 2>, Alone<32, 2, 4>>;
-  using Tile64 = std::conditional_t<kFloat, Pairs<64, 8, 1>, Alone<64, 4, 2>>;
-  using Tile128 = std::conditional_t<kFloat, Pairs<128, 8, 1>, Alone<128, 8, 1>>;
-  using Tile256 = Pairs<256, 8, 1>;  // not for float32: registers
+  // Pairs of warps hide more latency, but from 128 rows on a block has no registers for 128 columns
+  // then, and q and k are read twice: 560 us became 637 for float32 (8, 2048, 16, 128), and 392 us
+  // 534 for bfloat16 (4, 4096, 16, 256).
+  using Tile32 = std::conditional_t<kFloat, Pairs<32, 4, 2>, Alone<32, 2, 2, 4>>;
+  using Tile64 = std::conditional_t<kFloat, Pairs<64, 8, 1>, Alone<64, 4, 2, 2>>;
+  using Tile128 = std::conditional_t<kFloat, Alone<128, 8, 1, 1>, Alone<128, 8, 2, 1>>;
+  using Tile256 = Alone<256, 8, 1, 1>;  // not for float32: registers
 
   // Calls `use` with the traits that serve p.
   template <class Use>
