@@ -1202,8 +1202,6 @@ struct TileLoader {
     from = reinterpret_cast<const char*>(
         element_of<const T>(view, batch, start + first, head, channel));
     if (channel >= channels) first = INT32_MAX / 2;
-    keep(place);
-    keep(first);
   }
 
   // Starts the next kSteps steps on their way; those from `steps` on don't exist.
@@ -1927,7 +1925,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       const uint32_t q_tile = stage + block / kTiles * Traits::kRowTile;
       const uint32_t k_tile = stage + kOfK + block % kTiles * Traits::kRowTile;
       float sum[2][4] = {};
-      float other[2][4] = {};  // two chains: each product waits for the one before
+      float other[2][4] = {};  // two chains, if registers allow: a product waits for the last one
 #pragma unroll
       for (int kk = 0; kk < kSixteens; kk += 2) {
         Operand<Element> left[4];
@@ -1937,7 +1935,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
         multiply_16_add<Element>(sum[0], sum[1], left, right);
         rows.load_left(left, q_tile, kk + 1);
         rows.load_right(right, k_tile, kk + 1);
-        if constexpr (Traits::kFloat) {
+        if constexpr (Traits::kFloat || kSixteens > 8) {
           multiply_16_add<Element>(sum[0], sum[1], left, right);
         } else {
           multiply_16_add<Element>(other[0], other[1], left, right);
@@ -2452,14 +2450,12 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
     if constexpr (!kStateOnly) copy_outputs(chunks, stage);
   }
 
-  // ---- The state after the last step. Often no registers are left to remember where it goes.
-  TensorOwner<Traits> end = owner;
-  if constexpr (kParts == 2 || Traits::kFloat) {
-    uint32_t block = blockIdx.x;
-    uint32_t thread = threadIdx.x;
-    asm volatile("" : "+r"(block), "+r"(thread));
-    end = TensorOwner<Traits>(p, launch, block, thread);
-  }
+  // ---- The state after the last step. No registers are left to remember where it goes.
+  uint32_t block = blockIdx.x;
+  uint32_t thread = threadIdx.x;
+  keep(block);
+  keep(thread);
+  const TensorOwner<Traits> end(p, launch, block, thread);
   View<int64_t> after = p.final_state;
   if (kStateOnly) {
     after = segment_states(p, launch, end.segment);
@@ -4016,27 +4012,11 @@ cudaError_t launch_backward(const Params& p, const Gradients& grads, void* scrat
 """
 
 CPP_SOURCE = SHARED_SOURCE + r"""
-// ================================= The torch side, in C++ =====================================
-
-#include <ATen/EmptyTensor.h>
-#include <ATen/autocast_mode.h>
-#include <ATen/Parallel.h>
-#include <ATen/PythonTorchFunctionTLS.h>
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/core/grad_mode.h>
-#include <ATen/record_function.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/library.h>
-
-#ifdef GATED_DELTA_WITH_CUDA
-#include <ATen/cuda/EmptyTensor.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
+// This source compiles in one piece or, to save time, as two objects with GATED_DELTA_PART 1 and 2.
+#ifndef GATED_DELTA_PART
+#define GATED_DELTA_IN_PART(number) 1
+#else
+#define GATED_DELTA_IN_PART(number) (GATED_DELTA_PART == number)
 #endif
 
 #include <algorithm>
@@ -4052,172 +4032,18 @@ CPP_SOURCE = SHARED_SOURCE + r"""
 
 namespace gated_delta {
 
-#ifdef GATED_DELTA_WITH_CUDA
-// In CUDA_SOURCE.
-cudaError_t launch_forward(const Params& p, cudaStream_t stream);
-int64_t forward_scratch_bytes(const Params& p);
-cudaError_t launch_backward(const Params& p, const Gradients& grads, void* scratch,
-                            cudaStream_t stream);
-int64_t backward_scratch_bytes(const Params& p);
-#endif
+// Forward without `grads`, backward with them.
+void run_on_cpu(const Params& p, const Gradients* grads);
 
+}  // namespace gated_delta
+
+#if GATED_DELTA_IN_PART(2)
+#include <ATen/Parallel.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+namespace gated_delta {
 namespace {
-
-using at::Tensor;
-
-// ======================================== Arguments ===========================================
-
-struct Inputs {
-  const Tensor& q;
-  const Tensor& k;
-  const Tensor& v;
-  const Tensor& gate;
-  const std::optional<Tensor>& initial_state;
-  double scale;
-  bool output_final_state;
-  bool log_gate;
-};
-
-// Messages are put together from strings: with a compiler that links the C++ library statically, a
-// stream would have two copies of it at odds.
-std::string text(at::IntArrayRef sizes) {
-  std::string result = "[";
-  for (size_t axis = 0; axis < sizes.size(); ++axis) {
-    result += (axis == 0 ? "" : ", ") + std::to_string(sizes[axis]);
-  }
-  return result + "]";
-}
-
-std::string text(at::ScalarType dtype) {
-  return c10::toString(dtype);
-}
-
-std::string refusal(const char* name, const std::string& expected, const std::string& got) {
-  return std::string("gated_delta: `") + name + "` must " + expected + ", got " + got;
-}
-
-[[noreturn]] void refuse_type(const char* name, const std::string& expected, at::ScalarType got) {
-  C10_THROW_ERROR(TypeError, refusal(name, expected, text(got)));
-}
-
-[[noreturn]] void refuse_value(const char* name, const std::string& expected,
-                               const std::string& got) {
-  C10_THROW_ERROR(ValueError, refusal(name, expected, got));
-}
-
-Dtype dtype_of(const Tensor& tensor, const char* name) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat:
-      return Dtype::kFloat32;
-    case at::kDouble:
-      return Dtype::kFloat64;
-    case at::kHalf:
-      return Dtype::kFloat16;
-    case at::kBFloat16:
-      return Dtype::kBFloat16;
-    default:
-      refuse_type(name, "be float32, float64, float16 or bfloat16", tensor.scalar_type());
-  }
-}
-
-at::ScalarType state_type(const Tensor& q) {
-  return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
-void check_device(const Tensor& tensor, const char* name, const Tensor& q) {
-  if (tensor.device() == q.device()) return;
-  refuse_value(name, "be on q's device " + q.device().str(), tensor.device().str());
-}
-
-void check_like_q(const Tensor& tensor, const char* name, const Tensor& q) {
-  if (tensor.scalar_type() != q.scalar_type()) {
-    refuse_type(name, "have q's dtype " + text(q.scalar_type()), tensor.scalar_type());
-  }
-  check_device(tensor, name, q);
-}
-
-// Checks everything; describes the problem but for the outputs.
-Params describe(const Inputs& in) {
-  const Tensor& q = in.q;
-  Params p;
-  p.dtype = dtype_of(q, "q");
-  if (q.dim() != 4) refuse_value("q", "have the 4 dimensions (B, T, H, K)", text(q.sizes()));
-  dtype_of(in.k, "k");
-  dtype_of(in.v, "v");
-  p.gate_dtype = dtype_of(in.gate, "gate");
-  check_like_q(in.k, "k", q);
-  check_like_q(in.v, "v", q);
-  const bool half = p.dtype == Dtype::kFloat16 || p.dtype == Dtype::kBFloat16;
-  if (p.gate_dtype != p.dtype && !(half && p.gate_dtype == Dtype::kFloat32)) {
-    refuse_type("gate", "have q's dtype " + text(q.scalar_type()) + (half ? " or be Float" : ""),
-                in.gate.scalar_type());
-  }
-  check_device(in.gate, "gate", q);
-  p.B = q.size(0);
-  p.T = q.size(1);
-  p.H = q.size(2);
-  p.K = q.size(3);
-  if (in.k.sizes() != q.sizes()) {
-    refuse_value("k", "have q's shape (B, T, H, K) = " + text(q.sizes()), text(in.k.sizes()));
-  }
-  if (in.v.dim() != 4 || in.v.sizes().slice(0, 3) != q.sizes().slice(0, 3)) {
-    refuse_value(
-        "v", "have 4 dimensions (B, T, H, V), the first three q's " + text(q.sizes().slice(0, 3)),
-        text(in.v.sizes()));
-  }
-  p.V = in.v.size(3);
-  bool broadcasts = in.gate.dim() == 4;
-  for (int64_t axis = 0; broadcasts && axis < 4; ++axis) {
-    broadcasts = in.gate.size(axis) == 1 || in.gate.size(axis) == in.v.size(axis);
-  }
-  if (!broadcasts) {
-    refuse_value("gate", "have 4 dimensions that broadcast to (B, T, H, V) = " + text(in.v.sizes()),
-                 text(in.gate.sizes()));
-  }
-  if (in.initial_state) {
-    const Tensor& state = *in.initial_state;
-    dtype_of(state, "initial_state");
-    if (state.scalar_type() != state_type(q)) {
-      refuse_type("initial_state",
-                  "be " + text(state_type(q)) + " beside " + text(q.scalar_type()) + " inputs",
-                  state.scalar_type());
-    }
-    check_device(state, "initial_state", q);
-    const int64_t shape[4] = {p.B, p.H, p.K, p.V};
-    if (state.sizes() != at::IntArrayRef(shape)) {
-      refuse_value("initial_state", "have shape (B, H, K, V) = " + text(shape),
-                   text(state.sizes()));
-    }
-  }
-
-  const auto view = [](const Tensor& tensor) {
-    View<int64_t> result;
-    result.data = const_cast<void*>(tensor.const_data_ptr());
-    for (int64_t axis = 0; axis < 4; ++axis) result.stride[axis] = tensor.stride(axis);
-    return result;
-  };
-  p.q = view(q);
-  p.k = view(in.k);
-  p.v = view(in.v);
-  p.gate = view(in.gate);
-  for (int64_t axis = 0; axis < 4; ++axis) {
-    if (in.gate.size(axis) == 1) p.gate.stride[axis] = 0;
-  }
-  if (in.initial_state) p.initial_state = view(*in.initial_state);
-  p.scale = in.scale;
-  p.log_gate = in.log_gate;
-  return p;
-}
-
-View<int64_t> contiguous_view(void* data, int64_t b, int64_t c, int64_t d) {
-  View<int64_t> result;
-  result.data = data;
-  result.stride[0] = b * c * d;
-  result.stride[1] = c * d;
-  result.stride[2] = d;
-  result.stride[3] = 1;
-  return result;
-}
 
 // ======================================== CPU kernel ==========================================
 //
@@ -4582,6 +4408,8 @@ void run_half_on_cpu(const Params& p, const Gradients* grads) {
   }
 }
 
+}  // namespace
+
 void run_on_cpu(const Params& p, const Gradients* grads) {
   switch (p.dtype) {
     case Dtype::kFloat32:
@@ -4593,6 +4421,201 @@ void run_on_cpu(const Params& p, const Gradients* grads) {
     case Dtype::kBFloat16:
       return run_half_on_cpu<at::BFloat16>(p, grads);
   }
+}
+
+}  // namespace gated_delta
+#endif
+
+#if GATED_DELTA_IN_PART(1)
+// ================================= The torch side, in C++ =====================================
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/library.h>
+
+#ifdef GATED_DELTA_WITH_CUDA
+#include <ATen/cuda/EmptyTensor.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+namespace gated_delta {
+
+#ifdef GATED_DELTA_WITH_CUDA
+// In CUDA_SOURCE.
+cudaError_t launch_forward(const Params& p, cudaStream_t stream);
+int64_t forward_scratch_bytes(const Params& p);
+cudaError_t launch_backward(const Params& p, const Gradients& grads, void* scratch,
+                            cudaStream_t stream);
+int64_t backward_scratch_bytes(const Params& p);
+#endif
+
+namespace {
+
+using at::Tensor;
+
+// ======================================== Arguments ===========================================
+
+struct Inputs {
+  const Tensor& q;
+  const Tensor& k;
+  const Tensor& v;
+  const Tensor& gate;
+  const std::optional<Tensor>& initial_state;
+  double scale;
+  bool output_final_state;
+  bool log_gate;
+};
+
+// Messages are put together from strings: with a compiler that links the C++ library statically, a
+// stream would have two copies of it at odds.
+std::string text(at::IntArrayRef sizes) {
+  std::string result = "[";
+  for (size_t axis = 0; axis < sizes.size(); ++axis) {
+    result += (axis == 0 ? "" : ", ") + std::to_string(sizes[axis]);
+  }
+  return result + "]";
+}
+
+std::string text(at::ScalarType dtype) {
+  return c10::toString(dtype);
+}
+
+std::string refusal(const char* name, const std::string& expected, const std::string& got) {
+  return std::string("gated_delta: `") + name + "` must " + expected + ", got " + got;
+}
+
+[[noreturn]] void refuse_type(const char* name, const std::string& expected, at::ScalarType got) {
+  C10_THROW_ERROR(TypeError, refusal(name, expected, text(got)));
+}
+
+[[noreturn]] void refuse_value(const char* name, const std::string& expected,
+                               const std::string& got) {
+  C10_THROW_ERROR(ValueError, refusal(name, expected, got));
+}
+
+Dtype dtype_of(const Tensor& tensor, const char* name) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return Dtype::kFloat32;
+    case at::kDouble:
+      return Dtype::kFloat64;
+    case at::kHalf:
+      return Dtype::kFloat16;
+    case at::kBFloat16:
+      return Dtype::kBFloat16;
+    default:
+      refuse_type(name, "be float32, float64, float16 or bfloat16", tensor.scalar_type());
+  }
+}
+
+at::ScalarType state_type(const Tensor& q) {
+  return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+void check_device(const Tensor& tensor, const char* name, const Tensor& q) {
+  if (tensor.device() == q.device()) return;
+  refuse_value(name, "be on q's device " + q.device().str(), tensor.device().str());
+}
+
+void check_like_q(const Tensor& tensor, const char* name, const Tensor& q) {
+  if (tensor.scalar_type() != q.scalar_type()) {
+    refuse_type(name, "have q's dtype " + text(q.scalar_type()), tensor.scalar_type());
+  }
+  check_device(tensor, name, q);
+}
+
+// Checks everything; describes the problem but for the outputs.
+Params describe(const Inputs& in) {
+  const Tensor& q = in.q;
+  Params p;
+  p.dtype = dtype_of(q, "q");
+  if (q.dim() != 4) refuse_value("q", "have the 4 dimensions (B, T, H, K)", text(q.sizes()));
+  dtype_of(in.k, "k");
+  dtype_of(in.v, "v");
+  p.gate_dtype = dtype_of(in.gate, "gate");
+  check_like_q(in.k, "k", q);
+  check_like_q(in.v, "v", q);
+  const bool half = p.dtype == Dtype::kFloat16 || p.dtype == Dtype::kBFloat16;
+  if (p.gate_dtype != p.dtype && !(half && p.gate_dtype == Dtype::kFloat32)) {
+    refuse_type("gate", "have q's dtype " + text(q.scalar_type()) + (half ? " or be Float" : ""),
+                in.gate.scalar_type());
+  }
+  check_device(in.gate, "gate", q);
+  p.B = q.size(0);
+  p.T = q.size(1);
+  p.H = q.size(2);
+  p.K = q.size(3);
+  if (in.k.sizes() != q.sizes()) {
+    refuse_value("k", "have q's shape (B, T, H, K) = " + text(q.sizes()), text(in.k.sizes()));
+  }
+  if (in.v.dim() != 4 || in.v.sizes().slice(0, 3) != q.sizes().slice(0, 3)) {
+    refuse_value(
+        "v", "have 4 dimensions (B, T, H, V), the first three q's " + text(q.sizes().slice(0, 3)),
+        text(in.v.sizes()));
+  }
+  p.V = in.v.size(3);
+  bool broadcasts = in.gate.dim() == 4;
+  for (int64_t axis = 0; broadcasts && axis < 4; ++axis) {
+    broadcasts = in.gate.size(axis) == 1 || in.gate.size(axis) == in.v.size(axis);
+  }
+  if (!broadcasts) {
+    refuse_value("gate", "have 4 dimensions that broadcast to (B, T, H, V) = " + text(in.v.sizes()),
+                 text(in.gate.sizes()));
+  }
+  if (in.initial_state) {
+    const Tensor& state = *in.initial_state;
+    dtype_of(state, "initial_state");
+    if (state.scalar_type() != state_type(q)) {
+      refuse_type("initial_state",
+                  "be " + text(state_type(q)) + " beside " + text(q.scalar_type()) + " inputs",
+                  state.scalar_type());
+    }
+    check_device(state, "initial_state", q);
+    const int64_t shape[4] = {p.B, p.H, p.K, p.V};
+    if (state.sizes() != at::IntArrayRef(shape)) {
+      refuse_value("initial_state", "have shape (B, H, K, V) = " + text(shape),
+                   text(state.sizes()));
+    }
+  }
+
+  const auto view = [](const Tensor& tensor) {
+    View<int64_t> result;
+    result.data = const_cast<void*>(tensor.const_data_ptr());
+    for (int64_t axis = 0; axis < 4; ++axis) result.stride[axis] = tensor.stride(axis);
+    return result;
+  };
+  p.q = view(q);
+  p.k = view(in.k);
+  p.v = view(in.v);
+  p.gate = view(in.gate);
+  for (int64_t axis = 0; axis < 4; ++axis) {
+    if (in.gate.size(axis) == 1) p.gate.stride[axis] = 0;
+  }
+  if (in.initial_state) p.initial_state = view(*in.initial_state);
+  p.scale = in.scale;
+  p.log_gate = in.log_gate;
+  return p;
+}
+
+View<int64_t> contiguous_view(void* data, int64_t b, int64_t c, int64_t d) {
+  View<int64_t> result;
+  result.data = data;
+  result.stride[0] = b * c * d;
+  result.stride[1] = c * d;
+  result.stride[2] = d;
+  result.stride[3] = 1;
+  return result;
 }
 
 // ======================================== The operator ========================================
@@ -5048,6 +5071,7 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, GATED_DELTA_STRING(TORCH_EXTENSION_
 PyMODINIT_FUNC GATED_DELTA_INIT(TORCH_EXTENSION_NAME)() {
   return PyModule_Create(&gated_delta::module);
 }
+#endif
 """
 
 # ==================================================================================================================
@@ -5061,12 +5085,12 @@ PyMODINIT_FUNC GATED_DELTA_INIT(TORCH_EXTENSION_NAME)() {
 
 _CXX_FLAGS = ["-O3"]
 _NVCC_FLAGS = ["-O3"]
-_CUDA_PARTS = 5  # of CUDA_SOURCE, see GATED_DELTA_PART there
+_CUDA_PARTS, _CPP_PARTS = 5, 2  # of the sources, see GATED_DELTA_PART there
 
 
 def _library_hash() -> str:
     """Stands for all that a compiled library depends on, apart from the GPU architectures."""
-    parts = [CUDA_SOURCE, CPP_SOURCE, *_CXX_FLAGS, *_NVCC_FLAGS, str(_CUDA_PARTS)]
+    parts = [CUDA_SOURCE, CPP_SOURCE, *_CXX_FLAGS, *_NVCC_FLAGS, str(_CUDA_PARTS), str(_CPP_PARTS)]
     parts += [torch.__version__, str(torch.version.cuda)]
     parts += [str(sysconfig.get_config_var("SOABI")), platform.machine(), __version__]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
@@ -5238,7 +5262,11 @@ def _compile(name: str, folder: str, architectures: list[str], toolkit: str | No
     said = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True, check=False).stdout
     if "Free Software Foundation" in said and sys.platform == "linux":
         cxx_flags.append("-fopenmp")  # at::parallel_for runs on torch's own threads, through its copy of the runtime
-    sources = {"gated_delta.cpp": f'#line 1 "gated_delta.cpp"\n{CPP_SOURCE}'}
+    # Parts of a source compile side by side.
+    sources = {
+        f"gated_delta_part{part}.cpp": f'#define GATED_DELTA_PART {part}\n#line 1 "gated_delta.cpp"\n{CPP_SOURCE}'
+        for part in range(1, _CPP_PARTS + 1)
+    }
     options = {"extra_cflags": cxx_flags, "with_cuda": bool(architectures)}
     if architectures:
         cxx_flags.append("-DGATED_DELTA_WITH_CUDA")
@@ -5255,9 +5283,9 @@ def _compile(name: str, folder: str, architectures: list[str], toolkit: str | No
             if architecture.endswith("ptx"):
                 nvcc_flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
         options["extra_cuda_cflags"] = nvcc_flags
-        for part in range(1, _CUDA_PARTS + 1):  # compiled side by side
+        for part in range(1, _CUDA_PARTS + 1):
             text = f'#define GATED_DELTA_PART {part}\n#line 1 "gated_delta.cu"\n{CUDA_SOURCE}'
-            sources[f"gated_delta_part{part}.cu"] = text
+            sources[f"gated_delta_kernels{part}.cu"] = text
 
     build = os.path.join(folder, "build")
     os.makedirs(build, exist_ok=True)

@@ -216,6 +216,7 @@ template <class T> __attribute__((no_sanitize("thread"), noinline)) T atomicAdd(
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmul_rz(float a, float b) { const double x = static_cast<double>(a) * b; float y = static_cast<float>(x); if (std::fabs(static_cast<double>(y)) > std::fabs(x)) y = std::nextafter(y, 0.0f); return y; }
 inline float __expf(float x) { return expf(x); }
 inline float __frcp_rn(float x) { return 1 / x; }
 inline float __uint_as_float(unsigned x) { return ::emu::unbits<float>(x); }
