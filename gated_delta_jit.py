@@ -18,7 +18,9 @@ This file is all there is: it holds CUDA and C++ as text, compiles them on first
 later. Read it from top to bottom:
 
     SHARED_SOURCE   the structures that host and device exchange
-    CUDA_SOURCE     kernels and their launch, free of torch, so that plain nvcc compiles what `--dump DIR` writes
+    CUDA_SOURCE     kernels and their launch, free of torch, so that plain nvcc compiles what `--dump DIR` writes:
+                    SIMT forward (small problems, any size and type), PTX in small named functions, tensor-core
+                    forward (large problems), SIMT backward, launching and the rules that choose
     CPP_SOURCE      argument checks, the CPU kernel, registration as a torch operator, the short way in from Python
     Python          building and loading, `gated_delta`, `ModelNew`
 """
@@ -932,25 +934,25 @@ __device__ __forceinline__ void wgmma_64x16(float (&d)[4][4], uint64_t a, uint64
 
 // ==================================== Tensor-core forward =====================================
 //
-// For long sequences. A block walks over the steps of one (batch, head), or a segment of them, in
-// chunks of kTiles tiles of 16 steps; each of its warps, or pairs of warps, owns 16 columns and keeps
-// their part of the state as accumulators. With G_t the product of gates from the chunk's first step to t and w a
-// value carried forward to the end of a stretch by the gates after it,
+// For large problems. A block walks over the steps of one (batch, head), or a segment of them, in
+// chunks of kTiles tiles of 16 steps; each of its warps, or pairs of warps, owns 16 columns and
+// keeps their part of the state as accumulators. With G_t the product of gates from the chunk's
+// first step to t and w a value carried forward to the end of a stretch by the gates after it,
 //
 //   y_t[j]      = G_t[j] (q_t . S_before[:, j]) + sum_{s <= t} (q_t . k_s) v_s[j] gates s+1 .. t
 //   S_after[:,j] = G_end[j] S_before[:, j] + sum_s k_s w_s[j]
 //
 // The triangular sum runs on tensor cores as well, exact for every gate. Of two steps s < t in a
 // tile, the highest bit in which they differ names a level: s lies in the first half of a block of
-// 2, 4, 8 or 16 steps and t in the second, and the gates between them are a suffix of the first half
-// (which carries v_s to its end) times a prefix of the second. So each level is one product,
+// 2, 4, 8 or 16 steps and t in the second, and the gates between them are a suffix of the first
+// half (which carries v_s to its end) times a prefix of the second. So each level is one product,
 // P = q k^T masked to the level, times values carried that far; P itself doesn't depend on j.
 //
 // Everything is transposed: y^T = S^T q^T, S^T += w^T k. Then values, gates, outputs and the state
 // share one layout of registers: a lane has columns `group` and `group + 8` of the warp's 16, and of
 // a tile's 16 steps the four from 4 * quad on; and S^T is at once an accumulator and, packed, the
-// left operand of S^T q^T. The tensor core's places 2 quad, 2 quad + 1, 2 quad + 8, 2 quad + 9 ("slots")
-// hold steps 4 quad ... 4 quad + 3: rows of shared memory are in the order of slots.
+// left operand of S^T q^T. The tensor core's places ("slots") 2 quad, 2 quad + 1, 2 quad + 8 and
+// 2 quad + 9 hold steps 4 quad ... 4 quad + 3: rows of shared memory are in the order of slots.
 //
 // float32 operands are split in two TF32 parts and three products are summed; no accumulator of
 // a tensor core, which truncates, outlives one short sum.
@@ -4012,7 +4014,7 @@ cudaError_t launch_backward(const Params& p, const Gradients& grads, void* scrat
 """
 
 CPP_SOURCE = SHARED_SOURCE + r"""
-// This source compiles in one piece or, to save time, as two objects with GATED_DELTA_PART 1 and 2.
+// This source compiles in one piece or, to save time, as objects with GATED_DELTA_PART 1, 2 and 3.
 #ifndef GATED_DELTA_PART
 #define GATED_DELTA_IN_PART(number) 1
 #else
@@ -4426,20 +4428,53 @@ void run_on_cpu(const Params& p, const Gradients* grads) {
 }  // namespace gated_delta
 #endif
 
+// What the operator and the way in from Python share.
+#if GATED_DELTA_IN_PART(1) || GATED_DELTA_IN_PART(3)
+#include <ATen/core/Tensor.h>
+
+// TORCH_EXTENSION_NAME is a macro; these expand it before it is pasted or quoted.
+#define GATED_DELTA_STRING_(text) #text
+#define GATED_DELTA_STRING(text) GATED_DELTA_STRING_(text)
+#define GATED_DELTA_LIBRARY(name, m) TORCH_LIBRARY(name, m)
+#define GATED_DELTA_LIBRARY_IMPL(name, key, m) TORCH_LIBRARY_IMPL(name, key, m)
+#define GATED_DELTA_INIT_(name) PyInit_##name
+#define GATED_DELTA_INIT(name) GATED_DELTA_INIT_(name)
+
+namespace gated_delta {
+
+using at::Tensor;
+
+struct Inputs {
+  const Tensor& q;
+  const Tensor& k;
+  const Tensor& v;
+  const Tensor& gate;
+  const std::optional<Tensor>& initial_state;
+  double scale;
+  bool output_final_state;
+  bool log_gate;
+};
+
+bool plain(const Tensor& tensor);
+
+// Returns y and the final state, which is an undefined tensor when it isn't asked for; on autograd's
+// record if `records`.
+std::pair<Tensor, Tensor> call_operator(const Inputs& in, bool records);
+
+}  // namespace gated_delta
+#endif
+
 #if GATED_DELTA_IN_PART(1)
 // ================================= The torch side, in C++ =====================================
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/library.h>
 
 #ifdef GATED_DELTA_WITH_CUDA
@@ -4465,17 +4500,6 @@ namespace {
 using at::Tensor;
 
 // ======================================== Arguments ===========================================
-
-struct Inputs {
-  const Tensor& q;
-  const Tensor& k;
-  const Tensor& v;
-  const Tensor& gate;
-  const std::optional<Tensor>& initial_state;
-  double scale;
-  bool output_final_state;
-  bool log_gate;
-};
 
 // Messages are put together from strings: with a compiler that links the C++ library statically, a
 // stream would have two copies of it at odds.
@@ -4619,14 +4643,6 @@ View<int64_t> contiguous_view(void* data, int64_t b, int64_t c, int64_t d) {
 }
 
 // ======================================== The operator ========================================
-
-// TORCH_EXTENSION_NAME is a macro; these expand it before it is pasted or quoted.
-#define GATED_DELTA_STRING_(text) #text
-#define GATED_DELTA_STRING(text) GATED_DELTA_STRING_(text)
-#define GATED_DELTA_LIBRARY(name, m) TORCH_LIBRARY(name, m)
-#define GATED_DELTA_LIBRARY_IMPL(name, key, m) TORCH_LIBRARY_IMPL(name, key, m)
-#define GATED_DELTA_INIT_(name) PyInit_##name
-#define GATED_DELTA_INIT(name) GATED_DELTA_INIT_(name)
 
 Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device) {
 #ifdef GATED_DELTA_WITH_CUDA
@@ -4807,18 +4823,6 @@ const auto& registered_backward() {
 
 // ========================================= Autograd ===========================================
 
-// Would the dispatcher lead straight to a kernel of ours, past at most autograd? No tracing,
-// autocast, functorch transform, dispatch mode or subclass has a stake in the tensor.
-bool plain(const Tensor& tensor) {
-  using c10::DispatchKey;
-  const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
-  c10::DispatchKeySet keys = (tensor.key_set() | local.included_) - local.excluded_;
-  c10::DispatchKeySet ordinary({DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::AutogradCPU,
-                                DispatchKey::AutogradCUDA, DispatchKey::ADInplaceOrView,
-                                DispatchKey::BackendSelect});
-  return (keys.raw_repr() & ~ordinary.raw_repr()) == 0;
-}
-
 // Likewise for a whole call, which no profiler watches either.
 bool goes_straight(std::initializer_list<const Tensor*> tensors) {
   bool straight = !at::hasCallbacks();
@@ -4974,6 +4978,40 @@ GATED_DELTA_LIBRARY_IMPL(TORCH_EXTENSION_NAME, AutocastCUDA, m) {
   m.impl("forward", forward_autocast);
 }
 
+}  // namespace
+
+// Would the dispatcher lead straight to a kernel of ours, past at most autograd? No tracing,
+// autocast, functorch transform, dispatch mode or subclass has a stake in the tensor.
+bool plain(const Tensor& tensor) {
+  using c10::DispatchKey;
+  const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
+  c10::DispatchKeySet keys = (tensor.key_set() | local.included_) - local.excluded_;
+  c10::DispatchKeySet ordinary({DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::AutogradCPU,
+                                DispatchKey::AutogradCUDA, DispatchKey::ADInplaceOrView,
+                                DispatchKey::BackendSelect});
+  return (keys.raw_repr() & ~ordinary.raw_repr()) == 0;
+}
+
+std::pair<Tensor, Tensor> call_operator(const Inputs& in, bool records) {
+  if (!records) return forward(in);
+  const auto outputs = ForwardFunction::apply(in.q, in.k, in.v, in.gate, in.initial_state, in.scale,
+                                              in.output_final_state, in.log_gate);
+  return {outputs[0], in.output_final_state ? outputs[1] : Tensor()};
+}
+
+}  // namespace gated_delta
+#endif
+
+#if GATED_DELTA_IN_PART(3)
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+namespace gated_delta {
+namespace {
+
 // =================================== The short way from Python ================================
 //
 // A small problem takes the GPU 3 us, the road through torch.ops and the dispatcher twice that.
@@ -5027,13 +5065,7 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   std::pair<Tensor, Tensor> result;
   {
     const WithoutGil without_gil;
-    if (records) {
-      auto outputs = ForwardFunction::apply(in.q, in.k, in.v, in.gate, in.initial_state, in.scale,
-                                            in.output_final_state, in.log_gate);
-      result = {outputs[0], in.output_final_state ? outputs[1] : Tensor()};
-    } else {
-      result = forward(in);
-    }
+    result = call_operator(in, records);
   }
   PyObject* y = THPVariable_Wrap(result.first);
   PyObject* final_state =
@@ -5085,7 +5117,7 @@ PyMODINIT_FUNC GATED_DELTA_INIT(TORCH_EXTENSION_NAME)() {
 
 _CXX_FLAGS = ["-O3"]
 _NVCC_FLAGS = ["-O3"]
-_CUDA_PARTS, _CPP_PARTS = 5, 2  # of the sources, see GATED_DELTA_PART there
+_CUDA_PARTS, _CPP_PARTS = 5, 3  # of the sources, see GATED_DELTA_PART there
 
 
 def _library_hash() -> str:
@@ -5441,7 +5473,7 @@ def gated_delta(
     output_final_state: bool = False,
     log_gate: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Value-gated linear recurrence over time, the whole sequence in one launch.
+    """Value-gated linear recurrence over time, the whole sequence in one call.
 
         S_t[i, j] = gate_t[j] * S_{t-1}[i, j] + k_t[i] * v_t[j]
         y_t[j]    = scale * sum_i q_t[i] * S_t[i, j]
@@ -5458,8 +5490,9 @@ def gated_delta(
 
     Returns:
         (y, final_state): y (B, T, H, V) in q's dtype, contiguous; final_state (B, H, K, V) in the state's dtype, or
-        None. All sums and the state are float32 (float64 for float64 inputs); y is rounded once. Results repeat to the
-        bit.
+        None. All sums and the state are float32 (float64 for float64 inputs); y is rounded once. Where tensor cores
+        serve, products read half-precision copies of a half-precision problem's state, and float32 operands in two
+        parts. Results repeat to the bit.
 
     Errors:
         TypeError: an argument is no tensor, or its dtype is unsupported or doesn't go with q's.
