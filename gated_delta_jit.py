@@ -5367,7 +5367,7 @@ def _load_library():
             if not os.path.isfile(path):
                 kernels = "CUDA and CPU kernels" if wanted else "CPU kernels"
                 note = f"; no CUDA kernels: {lacks}" if lacks else ""
-                words = f"compiling {kernels}, half a minute on 16 cores, into {folder}{note}"
+                words = f"compiling {kernels}, about 30 s on 16 cores, into {folder}{note}"
                 print(f"gated_delta_jit: {words}", file=sys.stderr)
                 started = time.monotonic()
                 _compile(name, folder, wanted, toolkit)
