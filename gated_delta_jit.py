@@ -111,6 +111,9 @@ CUDA_SOURCE = SHARED_SOURCE + r"""
 #include <type_traits>
 #include <utility>
 
+// Not every architecture, nor every part of this source, calls every function.
+#pragma nv_diag_suppress 177
+
 namespace gated_delta {
 namespace {
 
@@ -1928,7 +1931,8 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       const uint32_t k_tile = stage + kOfK + block % kTiles * Traits::kRowTile;
       float sum[2][4] = {};
       float other[2][4] = {};  // two chains, if registers allow: a product waits for the last one
-#pragma unroll
+      constexpr int kUnrolled = kSixteens > 8 ? 1 : kSixteens / 2;
+#pragma unroll kUnrolled
       for (int kk = 0; kk < kSixteens; kk += 2) {
         Operand<Element> left[4];
         Operand<Element> right[4];
