@@ -1026,6 +1026,7 @@ struct TensorTraits {
 #define GATED_DELTA_WGMMA
 #endif
 
+// One each for the state's chunk, the next one's plan, P of the one after it, and one that loads.
 constexpr int kFewestStages = 4;
 
 struct TensorLaunch {
@@ -1169,6 +1170,8 @@ __device__ __forceinline__ int slot_of(int step) {
 __device__ __forceinline__ void wait_for_all_but(int pending) {
   if (pending >= 2) {
     wait_for_copies<2>();
+  } else if (pending == 1) {
+    wait_for_copies<1>();
   } else {
     wait_for_copies<0>();
   }
@@ -1797,6 +1800,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
 
   // ---- Who owns what.
   const TensorOwner<Traits> owner(p, launch, blockIdx.x, threadIdx.x);
+  if (kStateOnly && owner.segment + 1 == launch.segments) return;  // nobody asks how it ends
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int group = lane / 4;
@@ -2492,15 +2496,22 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
 template <class Traits, bool kStateOnly>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     tensor_forward(const __grid_constant__ Params p, const __grid_constant__ TensorLaunch launch) {
-#if defined(__CUDA_ARCH__) && \
-    (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
-  constexpr int kMostBytes = 99 * 1024;  // of shared memory that a block may have
+  // Where it can't be launched it need not be compiled: before sm_80, and where a block has 99 KiB of
+  // shared memory, unless later chips will compile the same text.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  constexpr int kMostBytes = 0;
+#elif defined(__CUDA_ARCH__) && !defined(GATED_DELTA_FOR_LATER_CHIPS) && \
+    (__CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+  constexpr int kMostBytes = 99 * 1024;
 #else
   constexpr int kMostBytes = 227 * 1024;
 #endif
-  // Where it is too large it is never launched, and is not compiled either.
   constexpr int kLeastBytes = kFewestStages * Traits::kStageBytes + Traits::kOtherBytes;
-  if constexpr (kLeastBytes <= kMostBytes) tensor_block<Traits, kStateOnly>(p, launch);
+  if constexpr (kLeastBytes <= kMostBytes) {
+    tensor_block<Traits, kStateOnly>(p, launch);
+  } else {
+    __trap();
+  }
 }
 
 // Chains the segments: states become what precedes each.
@@ -3456,6 +3467,7 @@ bool moves_in_chunks(const View<int64_t>& view, const Params& p, int element_siz
 struct Device {
   int processors = 0;
   int shared_bytes = 0;  // that a block may have
+  int capability = 0;    // the major number
 
   cudaError_t read() {
     int device = 0;
@@ -3465,6 +3477,8 @@ struct Device {
     if (error == cudaSuccess)
       error =
           cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (error == cudaSuccess)
+      error = cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, device);
     return error;
   }
 };
@@ -3477,10 +3491,16 @@ struct TensorPlan {
 
 constexpr int kMostStages = 6;
 
+// As many as leave room for kBlocks blocks on a multiprocessor, or for fewer if they would be too few.
+// Asynchronous copies and these products want compute capability 8.0.
 template <class Traits>
 int tensor_stages(const Device& device) {
-  const int each = (device.shared_bytes + 1024) / Traits::kBlocks - 1024;
-  return std::min(kMostStages, (each - Traits::kOtherBytes) / Traits::kStageBytes);
+  int stages = 0;
+  for (int blocks = Traits::kBlocks; blocks > 0 && stages < kFewestStages; --blocks) {
+    const int each = (device.shared_bytes + 1024) / blocks - 1024;
+    stages = std::min(kMostStages, (each - Traits::kOtherBytes) / Traits::kStageBytes);
+  }
+  return device.capability >= 8 ? stages : 0;
 }
 
 // Tensor cores or SIMT? A tensor-core block takes the same time for every size up to one block a
@@ -5056,6 +5076,8 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 #endif
   }
   if (!straight) Py_RETURN_NOTIMPLEMENTED;
+  const double scale = PyFloat_AsDouble(arguments[4]);
+  if (scale == -1 && PyErr_Occurred()) return nullptr;  // an int beyond every float
   std::optional<Tensor> initial_state;
   if (has_state) initial_state = THPVariable_Unpack(initial_state_object);
   const Inputs in{THPVariable_Unpack(arguments[0]),
@@ -5063,7 +5085,7 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
                   THPVariable_Unpack(arguments[2]),
                   THPVariable_Unpack(arguments[3]),
                   initial_state,
-                  PyFloat_AsDouble(arguments[4]),
+                  scale,
                   arguments[6] == Py_True,
                   arguments[7] == Py_True};
   std::pair<Tensor, Tensor> result;
@@ -5263,18 +5285,23 @@ def _file_lock(path: str):
 def _environment(**values: str):
     """Sets environment variables for a while."""
     before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    yield
-    for name, value in before.items():
-        if value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = value
+
+    def restore() -> None:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(restore)
+        os.environ.update(values)
+        yield
 
 
 def _compile(name: str, folder: str, architectures: list[str], toolkit: str | None) -> None:
     """Builds <folder>/<name>.so. The caller holds the lock."""
-    compiler = os.environ.get("CXX", "c++")
+    compiler = os.environ.get("CXX") or "c++"
     if shutil.which(compiler.split()[0]) is None:
         raise RuntimeError(
             f"gated_delta_jit: no C++ compiler: {compiler!r} is not on PATH. Install one (Debian: apt-get install g++) "
@@ -5287,12 +5314,12 @@ def _compile(name: str, folder: str, architectures: list[str], toolkit: str | No
         raise RuntimeError("gated_delta_jit: ninja is missing. Install it with: pip install ninja")
     # torch.utils.cpp_extension asks for a GPU when it is imported: let it ask NVML, and keep its remark on the answer,
     # which it prints or logs.
-    logging_before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    with _environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"), open(os.devnull, "w") as nowhere:
-        with contextlib.redirect_stderr(nowhere):
-            from torch.utils import cpp_extension
-    logging.disable(logging_before)
+    with contextlib.ExitStack() as stack:
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.WARNING)
+        stack.enter_context(_environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"))
+        stack.enter_context(contextlib.redirect_stderr(stack.enter_context(open(os.devnull, "w"))))
+        from torch.utils import cpp_extension
 
     cxx_flags = list(_CXX_FLAGS)
     said = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True, check=False).stdout
@@ -5318,6 +5345,7 @@ def _compile(name: str, folder: str, architectures: list[str], toolkit: str | No
             nvcc_flags.append(f"-gencode=arch=compute_{exact},code=sm_{exact}")
             if architecture.endswith("ptx"):
                 nvcc_flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+                nvcc_flags.append("-DGATED_DELTA_FOR_LATER_CHIPS")
         options["extra_cuda_cflags"] = nvcc_flags
         for part in range(1, _CUDA_PARTS + 1):
             text = f'#define GATED_DELTA_PART {part}\n#line 1 "gated_delta.cu"\n{CUDA_SOURCE}'
@@ -5339,6 +5367,7 @@ def _compile(name: str, folder: str, architectures: list[str], toolkit: str | No
             with open(os.path.join(build, file_name), "w") as file:
                 file.write(text)
         paths = [os.path.join(build, file_name) for file_name in sources]
+        cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)  # of an attempt that failed
         cpp_extension.load(name=name, sources=paths, build_directory=build, **options)
     os.replace(os.path.join(build, f"{name}.so"), os.path.join(folder, f"{name}.so"))
 
