@@ -213,6 +213,10 @@ template <class T> __attribute__((no_sanitize("thread"), noinline)) T atomicAdd(
   *p = old + x;
   return old;
 }
+[[noreturn]] inline void __trap() {
+  std::fprintf(stderr, "emu: a kernel trapped\n");
+  std::abort();
+}
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
