@@ -423,15 +423,23 @@ def run(problem: Problem) -> tuple[Tensor, Tensor | None]:
     return y, state
 
 
+def forgets_little(problem: Problem) -> bool:
+    """Most gates near 1 or above over many steps, or one logarithm for all steps, whose rounding repeats."""
+    if problem.log_gate and problem.gate.shape[1] == 1:
+        return True
+    gate = problem.gate.exp() if problem.log_gate else problem.gate
+    return problem.sizes[1] > 200 and (gate.abs() > 0.99).double().mean().item() > 0.5
+
+
 def each_kind_of_kernels(problem: Problem) -> Iterator[str]:
     """Goes through the kinds that may serve a problem, each chosen meanwhile.
 
-    SIMT kernels, like the loop, add up one step after the other: over many steps near a gate of 1, or of equal gates
-    given as logarithms, they keep to no fixed bar, so there the rule's choice is held to the looser ones.
+    SIMT kernels, like the loop, add up one step after the other: where little is forgotten they keep to no fixed bar,
+    so there the rule's choice is held to the looser ones.
     """
     if not on_tensor_cores(problem):
         choices = ["by rule"]
-    elif problem.sizes[1] > 200 or problem.log_gate:
+    elif forgets_little(problem):
         choices = ["by rule", "tensor cores"]
     else:
         choices = ["SIMT", "tensor cores"]
