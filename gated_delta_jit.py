@@ -958,7 +958,8 @@ struct TensorTraits {
   static constexpr int kTiles = kTiles_;    // of 16 steps in a chunk: 1 or 2
   static constexpr int kBlocks = kBlocks_;  // that shall fit on a multiprocessor
   static constexpr int kParts = kParts_;    // warps that share 16 columns: 1 or 2
-  static_assert(kParts == 1 || kTiles == 2, "a warp of a pair plans one of two tiles");
+  static_assert(kParts == 1 || (kTiles == 2 && std::is_same_v<Element, float>),
+                "a warp of a pair plans one of two tiles; float32 alone gains by it");
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kGroups = kWarps / kParts;  // of 16 columns
   static constexpr int kColumns = 16 * kGroups;
@@ -983,11 +984,9 @@ struct TensorTraits {
   // What the warps of a pair tell each other, twice as well: values carried to the end of a tile,
   // its decays, and sums for the other one's outputs. Values have v's place if they fit there, and
   // outputs then gate's.
-  static constexpr int kValuesBytes = kParts == 1 || kFloat ? 0 : kWarps * 1024;
   static constexpr int kDecaysBytes = kParts == 1 ? 0 : kWarps * 64;
   static constexpr int kSumsBytes = kParts == 1 ? 0 : kWarps * 1024;
-  static constexpr int kOtherBytes =
-      2 * (kProducts * kProductBytes + kValuesBytes + kDecaysBytes + kSumsBytes);
+  static constexpr int kOtherBytes = 2 * (kProducts * kProductBytes + kDecaysBytes + kSumsBytes);
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -2204,20 +2203,14 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
     }
   } else {
     // ---- What the warps of a pair tell each other.
-    constexpr uint32_t kOfY = Traits::kFloat ? kOfGate : kOfV;  // outputs on their way
-    constexpr uint32_t kFlip = Traits::kFloat ? 32 : 512;
-    const uint32_t values = products + 2 * Traits::kProducts * Traits::kProductBytes;
-    const uint32_t sums = values + 2 * Traits::kValuesBytes;
+    constexpr uint32_t kOfY = kOfGate;  // outputs on their way
+    constexpr uint32_t kFlip = 32;
+    const uint32_t sums = products + 2 * Traits::kProducts * Traits::kProductBytes;
     const uint32_t decays = sums + 2 * Traits::kSumsBytes;
     // Of a chunk's tile u; the second half at the address ^ kFlip.
-    const auto values_at = [&](int u, int chunk, uint32_t stage) {
-      if constexpr (Traits::kFloat) {
-        return stage + kOfV + u * Traits::kColumnTile +
-               Traits::ColumnTile::offset(lane / 2, 4 * columns + lane % 2);
-      } else {
-        return values + chunk % 2 * Traits::kValuesBytes + (u * Traits::kGroups + columns) * 1024 +
-               lane * 16;
-      }
+    const auto values_at = [&](int u, uint32_t stage) {
+      return stage + kOfV + u * Traits::kColumnTile +
+             Traits::ColumnTile::offset(lane / 2, 4 * columns + lane % 2);
     };
     const auto decay_at = [&](int u, int chunk) {
       return decays + chunk % 2 * Traits::kDecaysBytes + (u * Traits::kGroups + columns) * 64 +
@@ -2239,39 +2232,25 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
     // `first` and `second` their decays. float32 sums join the state outside the tensor core.
     const auto advance_part = [&](float (&value)[2][2][4], const float (&first)[2],
                                   const float (&second)[2], uint32_t k_tile) {
-      if constexpr (!Traits::kFloat) {
-#pragma unroll
-        for (int n = 0; n < 8; ++n) value[0][n / 4][n % 4] *= second[n / 2 % 2];
-      }
       Operand<Element> left[2][4];
       pack(left[0], value[0]);
       pack(left[1], value[1]);
 #pragma unroll
       for (int kk = 0; kk < kOwnSixteens; ++kk) {
         float added[2][2][4] = {};
-        if constexpr (!Traits::kFloat) {
-#pragma unroll
-          for (int n = 0; n < 8; ++n) {
-            const int h = n / 2 % 2;
-            state[2 * kk + n / 4][n % 4] *= first[h] * second[h];
-          }
-        }
 #pragma unroll
         for (int u = 0; u < 2; ++u) {
           Operand<Element> right[4];
           own_rows.load_transposed(right, k_tile + u * Traits::kRowTile, kk);
-          multiply_16(Traits::kFloat ? added[u][0] : state[2 * kk], left[u], right[0], right[1]);
-          multiply_16(Traits::kFloat ? added[u][1] : state[2 * kk + 1], left[u], right[2],
-                      right[3]);
+          multiply_16(added[u][0], left[u], right[0], right[1]);
+          multiply_16(added[u][1], left[u], right[2], right[3]);
         }
-        if constexpr (Traits::kFloat) {
 #pragma unroll
-          for (int n = 0; n < 8; ++n) {
-            const int h = n / 2 % 2;
-            float& element = state[2 * kk + n / 4][n % 4];
-            element = fmaf(first[h] * second[h], element,
-                           fmaf(second[h], added[0][n / 4][n % 4], added[1][n / 4][n % 4]));
-          }
+        for (int n = 0; n < 8; ++n) {
+          const int h = n / 2 % 2;
+          float& element = state[2 * kk + n / 4][n % 4];
+          element = fmaf(first[h] * second[h], element,
+                         fmaf(second[h], added[0][n / 4][n % 4], added[1][n / 4][n % 4]));
         }
       }
     };
@@ -2294,7 +2273,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
     };
     const auto send_plan = [&](const TimeTile<Traits>& tile, int chunk, uint32_t stage) {
       const auto& value = tile.value;
-      const uint32_t to = values_at(part, chunk, stage);
+      const uint32_t to = values_at(part, stage);
       if (chunk >= chunks) return;
       store_shared(to, make_float4(value[0][0][0], value[0][0][1], value[0][1][0], value[0][1][1]));
       store_shared(to ^ kFlip,
@@ -2377,7 +2356,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       for (int u = 0; u < 2; ++u) {
 #pragma unroll
         for (int s = 0; s < 2; ++s) {
-          const float4 four = load_shared<float4>(values_at(u, chunk, stage) ^ (s * kFlip));
+          const float4 four = load_shared<float4>(values_at(u, stage) ^ (s * kFlip));
           value[u][s][0] = four.x;
           value[u][s][1] = four.y;
           value[u][s][2] = four.z;
