@@ -74,7 +74,7 @@ struct Arguments {
   View<Index> initial_state;  // data is null for a zero state
   View<Index> final_state;    // data is null when it isn't asked for
   void* scratch = nullptr;    // forward_scratch_bytes(p) of it
-  View<Index> partial;  // (B, T, H, V) sums in the state's type, needed when K > max_rows(dtype)
+  View<Index> partial;        // (B, T, H, V) sums in the state's type, see forward_needs_partial
 };
 using Params = Arguments<int64_t>;
 
@@ -3889,6 +3889,13 @@ int64_t forward_scratch_bytes(const Params& p) {
   return plan.segments > 1 ? p.B * p.H * plan.segments * (p.K + 1) * p.V * 4 : 0;
 }
 
+// Whether launch_forward needs p.partial on the current device: where SIMT kernels take K in slices.
+bool forward_needs_partial(const Params& p) {
+  if (p.K <= max_rows(p.dtype)) return false;
+  Device device;
+  return device.read() != cudaSuccess || plan_tensor(p, device).segments == 0;
+}
+
 // Runs the forward operator on the current device. Nothing in `p` may be empty except K; T >= 1.
 cudaError_t launch_forward(const Params& p, cudaStream_t stream) {
   Device device;
@@ -4461,6 +4468,7 @@ namespace gated_delta {
 // In CUDA_SOURCE.
 cudaError_t launch_forward(const Params& p, cudaStream_t stream);
 int64_t forward_scratch_bytes(const Params& p);
+bool forward_needs_partial(const Params& p);
 cudaError_t launch_backward(const Params& p, const Gradients& grads, void* scratch,
                             cudaStream_t stream);
 int64_t backward_scratch_bytes(const Params& p);
@@ -4666,7 +4674,7 @@ std::pair<Tensor, Tensor> forward(const Inputs& in) {
 #ifdef GATED_DELTA_WITH_CUDA
   else {
     Tensor partial;
-    if (p.K > max_rows(p.dtype)) {
+    if (forward_needs_partial(p)) {
       partial = allocate({p.B, p.T, p.H, p.V}, state_type(in.q), device);
       p.partial = contiguous_view(partial.mutable_data_ptr(), p.T, p.H, p.V);
     }
