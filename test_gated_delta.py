@@ -3884,6 +3884,7 @@ def script(code: str, folder: Path, *arguments: str) -> str:
 
 
 DISTRIBUTED = """
+import gc
 import sys
 import torch
 import torch.distributed
@@ -3923,6 +3924,11 @@ def worker(rank, device, folder):
     model = torch.nn.parallel.DistributedDataParallel(Layer().to(device))
     x = data()[2 * rank : 2 * rank + 2].to(device)
     torch.save(train(model, x), f"{folder}/{rank}.pt")
+    # Neither process leaves while the other one talks, and none ends with gloo's threads still alive: one of them that
+    # then waits for the interpreter aborts the process.
+    torch.distributed.barrier()
+    del model
+    gc.collect()
     torch.distributed.destroy_process_group()
 
 if __name__ == "__main__":
