@@ -84,7 +84,7 @@ struct Gradients {
   View<int64_t> dy;
   View<int64_t> dfinal_state;
   View<int64_t> dq, dk, dv;  // q's dtype
-  View<int64_t> dgate;       // (B, T, H, V) in the state's type, not yet summed over broadcast axes
+  View<int64_t> dgate;       // (B, T, H, V), see gate_gradient_dtype; not yet summed over broadcast axes
   View<int64_t> dinitial_state;  // the state's type
 };
 
@@ -714,6 +714,13 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t address,
       : "memory");
 }
 
+// An 8 x 8 matrix of 16-bit elements, held as by load_matrices, transposed within the warp.
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t from) {
+  uint32_t to;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(to) : "r"(from));
+  return to;
+}
+
 // c += a b with a (16, 16), b (16, 8), c (16, 8). Lane l holds of c rows l / 4 and l / 4 + 8,
 // columns 2 (l % 4) and + 1.
 template <typename Element>
@@ -993,6 +1000,17 @@ struct TensorTraits {
 #define GATED_DELTA_WGMMA
 #endif
 
+// What kernels may count on. Where one can't be launched it need not be compiled: before sm_80, and
+// where a block has 99 KiB of shared memory, unless later chips will compile the same text.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kMostSharedBytes = 0;
+#elif defined(__CUDA_ARCH__) && !defined(GATED_DELTA_FOR_LATER_CHIPS) && \
+    (__CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+constexpr int kMostSharedBytes = 99 * 1024;
+#else
+constexpr int kMostSharedBytes = 227 * 1024;
+#endif
+
 // One each for the state's chunk, the next one's plan, P of the one after it, and one that loads.
 constexpr int kFewestStages = 4;
 
@@ -1004,6 +1022,14 @@ struct TensorLaunch {
   float scale = 1;
   float* states = nullptr;  // (B, H, segments, K, V), as in the backward
   float* decays = nullptr;  // (B, H, segments, V)
+  void* checkpoints = nullptr;  // see Checkpoints
+};
+
+// What a walk over time is for.
+enum class Walk {
+  kOutputs,     // y and the final state
+  kStates,      // states alone: checkpoints, or else what each segment makes of a zero state
+  kStatesBack,  // the same of the gradients that flow back, from the last step to the first
 };
 
 // ---- Operands.
@@ -1160,7 +1186,7 @@ __device__ __forceinline__ void store_shared(uint32_t address, T value) {
 }
 
 // A thread's share of loading one operand: always the same chunk, of every kStride-th step.
-template <typename T, class Tile, int kChannels, int kSteps, int kThreads>
+template <typename T, class Tile, int kChannels, int kSteps, int kThreads, bool kBack = false>
 struct TileLoader {
   static constexpr int kElements = 16 / sizeof(T);
   static constexpr int kChunks = kChannels / kElements;
@@ -1216,7 +1242,7 @@ struct TileLoader {
       }
       work(tile + at, from + n * step_bytes, n < left);
     }
-    from += kSteps * step_bytes;
+    from += (kBack ? -kSteps : kSteps) * step_bytes;
   }
 
   static __device__ __forceinline__ uint32_t place_of(int step) {
@@ -1321,6 +1347,25 @@ struct RowFragments {
     } else {
       uint32_t words[4];
       load_matrices(words, at_rows(at, kk));
+#pragma unroll
+      for (int n = 0; n < 4; ++n) to[n].bits = words[n];
+    }
+  }
+
+  // Slots 0 ... 15 and rows 16 kk ... 16 kk + 15 as left operand (rows, slots).
+  __device__ __forceinline__ void load_left_transposed(Elements (&to)[4], uint32_t tile,
+                                                       int kk) const {
+    if constexpr (Traits::kFloat) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const uint32_t flip = n % 2 * 32;
+        const uint32_t down = n / 2 * 8 * Tile::kRowBytes;
+        to[n] = make_operand<Element>(load_shared<float>((at_rows(tile + left, kk) ^ flip) + down),
+                                      load_shared<float>((at_rows(tile + next, kk) ^ flip) + down));
+      }
+    } else {
+      uint32_t words[4];
+      load_matrices_transposed(words, at_rows(tile + right, kk));
 #pragma unroll
       for (int n = 0; n < 4; ++n) to[n].bits = words[n];
     }
@@ -1486,6 +1531,38 @@ struct Products {
   }
 };
 
+// Two neighbours of an 8 x 8 matrix as operand of the transposed matrix.
+template <typename Element>
+__device__ __forceinline__ Operand<Element> transposed_operand(float first, float second) {
+  if constexpr (std::is_same_v<Element, float>) {
+    const uint32_t a = __float_as_uint(first);
+    const uint32_t b = __float_as_uint(second);
+    const uint32_t high = transpose_matrix(__byte_perm(a, b, 0x7632));
+    const uint32_t low = transpose_matrix(__byte_perm(a, b, 0x5410));
+    return make_operand<Element>(__uint_as_float(__byte_perm(low, high, 0x5410)),
+                                 __uint_as_float(__byte_perm(low, high, 0x7632)));
+  } else {
+    return {transpose_matrix(make_operand<Element>(first, second).bits)};
+  }
+}
+
+// Of a block of P, the same of its transpose.
+template <typename Element>
+__device__ __forceinline__ Products<Element> transposed_products(const Products<Element>& from) {
+  Products<Element> to;
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    const Operand<Element>& block = from.at[n % 2 * 2 + n / 2];
+    if constexpr (std::is_same_v<Element, float>) {
+      to.at[n] = transposed_operand<Element>(block.high[0] + block.low[0],
+                                             block.high[1] + block.low[1]);
+    } else {
+      to.at[n].bits = transpose_matrix(block.bits);
+    }
+  }
+  return to;
+}
+
 // 16 steps of a warp's 16 columns.
 template <class Traits>
 struct TimeTile {
@@ -1560,11 +1637,9 @@ struct TimeTile {
     for (int n = 0; n < 8; ++n) value[n / 4][n / 2 % 2][n % 2] *= after_sixteen[n / 2 % 2];
   }
 
-  // What the tile's steps get: factor * (what reaches the tile, times `through`) + inside. In comes
-  // `from_first`, what they get from the chunk's first tile without decay.
-  __device__ __forceinline__ void finish(const float (&through)[2], bool is_first,
-                                         const float (&from_first)[2][4], float (&factor)[2][4],
-                                         float (&inside)[2][4]) const {
+  // `through` times the gates from the tile's first to each step's own.
+  __device__ __forceinline__ void multiply_prefixes(const float (&through)[2],
+                                                    float (&factor)[2][4]) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float first = through[h] * (before_sixteen[h] * before_eight[h]);
@@ -1574,6 +1649,25 @@ struct TimeTile {
       factor[1][2 * h] = second * gate[1][h][0];
       factor[1][2 * h + 1] = second * pair[1][h];
     }
+  }
+
+  // Going back in time: values are carried to what comes before the tile.
+  __device__ __forceinline__ void carry_back(const float (&through)[2]) {
+    float factor[2][4];
+    multiply_prefixes(through, factor);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const int h = n / 2 % 2;
+      value[n / 4][h][n % 2] *= factor[n / 4][2 * h + n % 2];
+    }
+  }
+
+  // What the tile's steps get: factor * (what reaches the tile, times `through`) + inside. In comes
+  // `from_first`, what they get from the chunk's first tile without decay.
+  __device__ __forceinline__ void finish(const float (&through)[2], bool is_first,
+                                         const float (&from_first)[2][4], float (&factor)[2][4],
+                                         float (&inside)[2][4]) const {
+    multiply_prefixes(through, factor);
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
 #pragma unroll
@@ -1656,12 +1750,20 @@ struct ChunkPlan {
   }
 
   // Takes in the chunk's first tile, or its second.
-  template <bool kOutputs, int u>
+  template <Walk kWalk, int u>
   __device__ __forceinline__ void take(TimeTile<Traits>& tile, float scale, uint32_t products,
                                        const LevelMasks<Element>& masks) {
+    constexpr bool kOutputs = kWalk == Walk::kOutputs;
+    constexpr bool kBack = kWalk == Walk::kStatesBack;
     Products<Element> within;
     if constexpr (kOutputs) within.load(products + (u * kTiles + u) * Traits::kProductBytes);
-    tile.template scan<kOutputs>(within, masks);
+    if constexpr (kBack) {
+      const float through[2] = {u == 0 ? scale : scale * decay[0],
+                                u == 0 ? scale : scale * decay[1]};
+      tile.carry_back(through);
+    } else {
+      tile.template scan<kOutputs>(within, masks);
+    }
     if constexpr (kOutputs) {
       float through[2] = {scale, scale};
       float from_first[2][4] = {};
@@ -1680,7 +1782,7 @@ struct ChunkPlan {
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       const int h = n / 2 % 2;
-      if constexpr (u == 1) value[0][n / 4][h][n % 2] *= tile.decay[h];
+      if constexpr (u == 1 && !kBack) value[0][n / 4][h][n % 2] *= tile.decay[h];
       value[u][n / 4][h][n % 2] = tile.value[n / 4][h][n % 2];
     }
 #pragma unroll
@@ -1734,7 +1836,47 @@ struct TensorOwner {
   __device__ __forceinline__ int64_t column_at(int c) const { return column + group + c / 2 * 8; }
 };
 
-// ---- The kernel. With kStateOnly it computes segments' end states from zero, and their decays.
+// States that a walk leaves behind, one before every kCheckpointSteps steps (in a walk back: after
+// them): for each (batch, head), each of them and each 16 columns, blocks of 16 x 16 elements in the
+// order in which a warp holds them as left operand (columns, rows).
+constexpr int kCheckpointSteps = 64;
+
+template <typename Element>
+struct Checkpoints {
+  static constexpr int kBlock = 256;  // elements
+  int64_t count;                      // for each (batch, head)
+  int row_blocks;
+  int column_blocks;
+
+  __device__ __forceinline__ explicit Checkpoints(const Params& p)
+      : count((p.T + kCheckpointSteps - 1) / kCheckpointSteps),
+        row_blocks(static_cast<int>((p.K + 15) / 16)),
+        column_blocks(static_cast<int>((p.V + 15) / 16)) {}
+
+  // A lane's part of the blocks of 16 columns.
+  template <typename Pointer>
+  __device__ __forceinline__ Pointer* at(Pointer* all, int64_t pair, int64_t number,
+                                         int64_t columns) const {
+    const int64_t row = (pair * count + number) * column_blocks + columns;
+    return all + row * row_blocks * kBlock + threadIdx.x % 32 * (16 / sizeof(Element));
+  }
+
+  static __device__ __forceinline__ void store(Element* to, const float (&first)[4],
+                                               const float (&second)[4]) {
+    if constexpr (std::is_same_v<Element, float>) {
+      *reinterpret_cast<float4*>(to) = make_float4(first[0], first[1], first[2], first[3]);
+      *reinterpret_cast<float4*>(to + kBlock / 2) =
+          make_float4(second[0], second[1], second[2], second[3]);
+    } else {
+      *reinterpret_cast<uint4*>(to) = make_uint4(make_operand<Element>(first[0], first[1]).bits,
+                                                 make_operand<Element>(first[2], first[3]).bits,
+                                                 make_operand<Element>(second[0], second[1]).bits,
+                                                 make_operand<Element>(second[2], second[3]).bits);
+    }
+  }
+};
+
+// ---- The kernel.
 //
 // In one turn of the loop a warp takes the state past one chunk, makes the plan of the next, and
 // its share of P for the one after: three strands that don't wait for each other.
@@ -1746,8 +1888,10 @@ struct TensorOwner {
 // what each part of the state gives to the other one's tile. So a chunk's outputs leave one turn
 // after the state has passed it.
 
-template <class Traits, bool kStateOnly>
+template <class Traits, Walk kWalk>
 __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch& launch) {
+  constexpr bool kStateOnly = kWalk != Walk::kOutputs;
+  constexpr bool kBack = kWalk == Walk::kStatesBack;
   using Element = typename Traits::Element;
   using Gate = typename Traits::Gate;
   constexpr int kTiles = Traits::kTiles;
@@ -1767,7 +1911,8 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
 
   // ---- Who owns what.
   const TensorOwner<Traits> owner(p, launch, blockIdx.x, threadIdx.x);
-  if (kStateOnly && owner.segment + 1 == launch.segments) return;  // nobody asks how it ends
+  const bool ends_only = kStateOnly && launch.checkpoints == nullptr;
+  if (ends_only && owner.segment + 1 == launch.segments) return;  // nobody asks how it ends
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int group = lane / 4;
@@ -1777,11 +1922,13 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
   const int64_t segment = owner.segment;
   const int64_t batch = owner.batch;
   const int64_t head = owner.head;
-  const int64_t start = segment * launch.segment_steps;
+  const int64_t start = (kBack ? launch.segments - 1 - segment : segment) * launch.segment_steps;
   const int64_t first_column = owner.first_column;
   const int64_t column = owner.column;
   const int steps = static_cast<int>(min(p.T - start, launch.segment_steps));
   const int chunks = (steps + kSteps - 1) / kSteps;
+  // Chunks are counted in the order of the walk. Where in time does one lie?
+  const auto place_in_time = [&](int chunk) { return kBack ? chunks - 1 - chunk : chunk; };
 
   // ---- Loading.
   uint32_t shared = shared_address(tensor_memory);
@@ -1789,17 +1936,19 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
   const uint32_t ring_end = shared + launch.stages * Traits::kStageBytes;
   const uint32_t products = ring_end;
   constexpr int kThreads = Traits::kThreads;
-  using RowLoader = TileLoader<Element, typename Traits::RowTile, Traits::kRows, kSteps, kThreads>;
-  RowLoader load_q(p.q, batch, start, head, 0, p.K);
-  RowLoader load_k(p.k, batch, start, head, 0, p.K);
-  TileLoader<Element, typename Traits::ColumnTile, Traits::kColumns, kSteps, kThreads> load_v(
-      p.v, batch, start, head, first_column, p.V);
-  TileLoader<Gate, typename Traits::GateTile, Traits::kColumns, kSteps, kThreads> load_gate(
-      p.gate, batch, start, head, first_column, p.V);
+  const int64_t load_from = start + place_in_time(0) * kSteps;
+  using RowLoader =
+      TileLoader<Element, typename Traits::RowTile, Traits::kRows, kSteps, kThreads, kBack>;
+  RowLoader load_q(p.q, batch, load_from, head, 0, p.K);
+  RowLoader load_k(p.k, batch, load_from, head, 0, p.K);
+  TileLoader<Element, typename Traits::ColumnTile, Traits::kColumns, kSteps, kThreads, kBack>
+      load_v(p.v, batch, load_from, head, first_column, p.V);
+  TileLoader<Gate, typename Traits::GateTile, Traits::kColumns, kSteps, kThreads, kBack> load_gate(
+      p.gate, batch, load_from, head, first_column, p.V);
   const bool one_gate = p.gate.stride[3] == 0;
   const auto start_loading = [&](int chunk, uint32_t stage) {
-    const int left = steps - chunk * kSteps;
-    if (left > 0) {
+    const int left = steps - place_in_time(chunk) * kSteps;
+    if (kBack ? chunk < chunks : left > 0) {
       if constexpr (!kStateOnly) load_q.start(stage, left);
       load_k.start(stage + kOfK, left);
       load_v.start(stage + kOfV, left);
@@ -1832,7 +1981,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       const int64_t row = owner.row_at(n, c);
       const int64_t at = owner.column_at(c);
       state[n][c] = 0;
-      if (!kStateOnly && before.data != nullptr && row < p.K && at < p.V)
+      if (!ends_only && before.data != nullptr && row < p.K && at < p.V)
         state[n][c] = *element_of<const float>(before, batch, head, row, at);
     }
   }
@@ -1868,7 +2017,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
   // Both, of as many tiles from u on.
   const auto load_gates = [&](auto& tiles, int u, int chunk, uint32_t stage) {
     constexpr int kCount = sizeof(tiles) / sizeof(tiles[0]);
-    const int left = steps - chunk * kSteps - u * 16;
+    const int left = steps - place_in_time(chunk) * kSteps - u * 16;
 #pragma unroll
     for (int n = 0; n < kCount; ++n) load_tile(tiles[n], u + n, stage);
     if (__builtin_expect(p.log_gate || left < 16 * kCount, 0)) {
@@ -2027,6 +2176,23 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
     }
   };
 
+  // Leaves the state before a chunk behind where one is due.
+  const auto store_checkpoint = [&](int chunk) {
+    const int place = place_in_time(chunk);
+    const int border = kBack ? place + 1 : place;
+    const bool due = border * kSteps % kCheckpointSteps == 0 || (kBack && chunk == 0);
+    if (launch.checkpoints == nullptr || !due || column >= p.V) return;
+    const Checkpoints<Element> checkpoints(p);
+    Element* to = checkpoints.at(static_cast<Element*>(launch.checkpoints), owner.pair,
+                                 (start + place * kSteps) / kCheckpointSteps, column / 16);
+#pragma unroll
+    for (int kk = 0; kk < kOwnSixteens; ++kk) {
+      const int block = part * kOwnSixteens + kk;
+      if (block < checkpoints.row_blocks)
+        checkpoints.store(to + block * checkpoints.kBlock, state[2 * kk], state[2 * kk + 1]);
+    }
+  };
+
   // From shared to global memory, what every warp has stored of its columns.
   const auto copy_out = [&](int chunk, uint32_t y_tile) {
     __syncwarp();
@@ -2058,16 +2224,17 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       }
       TimeTile<Traits> tile[1];
       load_gates(tile, 0, 0, stage);
-      plan.template take<!kStateOnly, 0>(tile[0], launch.scale, products, masks);
+      plan.template take<kWalk, 0>(tile[0], launch.scale, products, masks);
       if constexpr (kTiles == 2) {
         load_gates(tile, 1, 0, stage);
-        plan.template take<!kStateOnly, 1>(tile[0], launch.scale, products, masks);
+        plan.template take<kWalk, 1>(tile[0], launch.scale, products, masks);
       }
     }
 
     for (int chunk = 0; chunk < chunks; ++chunk) {
       const uint32_t next = next_stage(chunk, stage);
       const uint32_t after_next = next_stage(chunk + 1, next);
+      if constexpr (kStateOnly) store_checkpoint(chunk);
       TimeTile<Traits> tiles[Traits::kEarly ? kTiles : 1];
       if constexpr (Traits::kEarly) load_gates(tiles, 0, chunk + 1, next);
 
@@ -2154,7 +2321,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       // ---- The next chunk's plan.
       ChunkPlan<Traits> next_plan;
       const uint32_t next_products = products + (chunk + 1) % 2 * Traits::kOtherBytes / 2;
-      next_plan.template take<!kStateOnly, 0>(tiles[0], launch.scale, next_products, masks);
+      next_plan.template take<kWalk, 0>(tiles[0], launch.scale, next_products, masks);
 
       // ---- Outputs, by way of v's place in shared memory, where only this warp reads.
       if constexpr (!kStateOnly) {
@@ -2182,7 +2349,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
 
       if constexpr (kTiles == 2) {
         if constexpr (!Traits::kEarly) load_gates(tiles, 1, chunk + 1, next);
-        next_plan.template take<!kStateOnly, 1>(tiles[Traits::kEarly ? 1 : 0], launch.scale,
+        next_plan.template take<kWalk, 1>(tiles[Traits::kEarly ? 1 : 0], launch.scale,
                                                 next_products, masks);
       }
       if constexpr (!kStateOnly && Traits::kEarly) copy_out(chunk, stage + kOfV);
@@ -2249,8 +2416,10 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
         for (int n = 0; n < 8; ++n) {
           const int h = n / 2 % 2;
           float& element = state[2 * kk + n / 4][n % 4];
+          const float far = added[kBack ? 1 : 0][n / 4][n % 4];
+          const float near = added[kBack ? 0 : 1][n / 4][n % 4];
           element = fmaf(first[h] * second[h], element,
-                         fmaf(second[h], added[0][n / 4][n % 4], added[1][n / 4][n % 4]));
+                         fmaf(kBack ? first[h] : second[h], far, near));
         }
       }
     };
@@ -2266,7 +2435,12 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
     const auto make_plan = [&](TimeTile<Traits>& tile, int chunk) {
       Products<Element> within;
       if constexpr (!kStateOnly) within.load(products_at(chunk, 3 * part));
-      tile.template scan<!kStateOnly>(within, masks);
+      if constexpr (kBack) {
+        const float scale[2] = {launch.scale, launch.scale};
+        tile.carry_back(scale);
+      } else {
+        tile.template scan<!kStateOnly>(within, masks);
+      }
       const float through[2] = {1, 1};
       const float nothing[2][4] = {};
       if constexpr (!kStateOnly) tile.finish(through, true, nothing, plan.factor, plan.inside);
@@ -2347,6 +2521,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       __syncthreads();
       if constexpr (!kStateOnly) finish_outputs(chunk, stage);
       if (chunk == chunks) break;
+      if constexpr (kStateOnly) store_checkpoint(chunk);
 
       // ---- What the state's part gives to each step of both tiles, first to those of its own.
       float y[4][4];
@@ -2414,7 +2589,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
   keep(thread);
   const TensorOwner<Traits> end(p, launch, block, thread);
   View<int64_t> after = p.final_state;
-  if (kStateOnly) {
+  if (ends_only) {
     after = segment_states(p, launch, end.segment);
   } else if (end.segment + 1 < launch.segments) {
     return;
@@ -2430,7 +2605,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
         *element_of<float>(after, end.batch, end.head, row, at) = state[n][c];
     }
   }
-  if (kStateOnly && end.quad == 0 && end.part == 0) {
+  if (ends_only && end.quad == 0 && end.part == 0) {
     float* decays = launch.decays + (end.pair * launch.segments + end.segment) * p.V;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -2440,22 +2615,12 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
   }
 }
 
-template <class Traits, bool kStateOnly>
+template <class Traits, Walk kWalk>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     tensor_forward(const __grid_constant__ Params p, const __grid_constant__ TensorLaunch launch) {
-  // Where it can't be launched it need not be compiled: before sm_80, and where a block has 99 KiB of
-  // shared memory, unless later chips will compile the same text.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-  constexpr int kMostBytes = 0;
-#elif defined(__CUDA_ARCH__) && !defined(GATED_DELTA_FOR_LATER_CHIPS) && \
-    (__CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
-  constexpr int kMostBytes = 99 * 1024;
-#else
-  constexpr int kMostBytes = 227 * 1024;
-#endif
   constexpr int kLeastBytes = kFewestStages * Traits::kStageBytes + Traits::kOtherBytes;
-  if constexpr (kLeastBytes <= kMostBytes) {
-    tensor_block<Traits, kStateOnly>(p, launch);
+  if constexpr (kLeastBytes <= kMostSharedBytes) {
+    tensor_block<Traits, kWalk>(p, launch);
   } else {
     __trap();
   }
@@ -3190,6 +3355,997 @@ __global__ void __launch_bounds__(kBackwardWarps * 32, 1)
   }
 }
 
+// =================================== Tensor-core backward =====================================
+//
+// For large problems. Two walks leave the states S behind, one before every kCheckpointSteps steps,
+// and the gradients R that flow back, one after them; then every such chunk of time is a block of
+// its own. Let a stretch of time have S before it and F = what flows back into its last state from
+// later steps. For one column and a step t of the stretch,
+//
+//   z_t = scale * q_t . S      w_t = k_t . F      e = S . F
+//
+// In a stretch of one step these are all it takes: dv_t = w_t + scale * (q_t . k_t) dy_t, and
+// dgate_t = e + dy_t z_t. They come from those of a stretch twice as long, whose halves have the
+// products of gates g1, g2: with v_s carried to the end of the first half, and dy_t carried back to
+// the beginning of the second half (by the gates from there to t, its own included),
+//
+//   first half:   z as it was             w_s = g2 w_s + scale * sum_t (q_t . k_s) dy_t
+//                 e = g2 e + sum_t dy_t z_t
+//   second half:  w as it was             z_t = g1 z_t + scale * sum_s (q_t . k_s) v_s
+//                 e = g1 e + sum_s v_s w_s
+//
+// where the sums are over the other half, with z and w as they were. Never a quotient. The four
+// tiles of a chunk follow from it in the same way, one after the other. The gradients of q and k
+// are sums over columns,
+//
+//   dq = scale * (dy carried back to the chunk's beginning) S^T + M k
+//   dk =         (v carried to the chunk's end) F^T             + M^T q
+//   M[t, s] = scale * sum over columns of dy_t v_s gates s+1 .. t
+//
+// and M again splits in levels: dy_t carried back to a border times v_s carried to it.
+//
+// Each warp owns one tile of time, and 16 columns after the other; the layout is the forward's.
+
+template <typename Element_, typename Gate_, int kChannels_, int kGroups_, int kBlocks_>
+struct GradientTraits {
+  using Element = Element_;
+  using Gate = Gate_;
+  static constexpr int kChannels = kChannels_;  // K and V are padded with zeros
+  static constexpr int kGroups = kGroups_;      // of four warps; each has its own columns: 1 or 2
+  static constexpr int kBlocks = kBlocks_;      // that shall fit on a multiprocessor
+  static constexpr bool kFloat = std::is_same_v<Element, float>;
+  static constexpr int kTiles = 4;
+  static constexpr int kSteps = 16 * kTiles;
+  static_assert(kSteps == kCheckpointSteps, "a block per checkpoint");
+  static constexpr int kWarps = kTiles * kGroups;
+  static constexpr int kThreads = 32 * kWarps;
+  // Rows of the state that a warp turns into dq and dk, 16 at a time, and of how many tiles.
+  static constexpr int kTimeParts = kWarps > kChannels / 16 ? kWarps * 16 / kChannels : 1;
+  static constexpr int kOwnTiles = kTiles / kTimeParts;
+  static_assert(kTimeParts <= kTiles, "no warp without work");
+  using RowTile = SharedTile<Element, kChannels, kSteps>;
+  using GateTile = SharedTile<Gate, kChannels, kSteps>;
+  using SideTile = SharedTile<Element, 64, 16>;  // 16 columns of each of four tiles, side by side
+  using SideGate = SharedTile<Gate, 64, 16>;
+  using Square = SharedTile<Element, kSteps, kSteps>;
+  // Shared memory: q, k, v and dy, of which v and dy become operands of dk and dq, and q and k make
+  // room for the results; the gate; P; what the warps tell each other of 16 columns; sums of M
+  // between tiles; where results turn from columns to rows, unless there is other room for them;
+  // numbers of each column, twice. At the end M takes the place of what the warps told each other,
+  // or of P too.
+  static constexpr bool kStages = sizeof(Gate) > sizeof(Element);
+  static constexpr int kBlocksOfP = kTiles * (kTiles + 1) / 2;
+  static constexpr int kBlocksOfM = kBlocksOfP - kTiles;
+  static constexpr int kProductBytes = 16 * 16 * sizeof(Element);
+  static constexpr int kSumBytes = 16 * 16 * sizeof(float);
+  static constexpr int kNumbers = 7 * kTiles;  // of a column
+  static constexpr int kNumberBytes = kNumbers * 16 * sizeof(float);
+  static constexpr int kOperand = RowTile::kPanelBytes;
+  static constexpr int kSides = SideTile::kPanelBytes;
+  static constexpr int kOfK = kOperand;
+  static constexpr int kOfV = 2 * kOperand;
+  static constexpr int kOfDy = 3 * kOperand;
+  static constexpr int kOfGate = 4 * kOperand;
+  static constexpr int kOfP = kOfGate + GateTile::kPanelBytes;
+  static constexpr int kOfSides = kOfP + kBlocksOfP * kProductBytes;
+  static constexpr int kOfSums = kOfSides + 2 * kGroups * kSides;
+  static constexpr int kOfStaging = kOfSums + kGroups * kBlocksOfM * kSumBytes;
+  static constexpr int kOfNumbers = kOfStaging + (kStages ? kGroups * SideGate::kPanelBytes : 0);
+  static constexpr int kBytes = kOfNumbers + 2 * kGroups * kNumberBytes;
+  static constexpr int kOfM = kGroups == 1 ? kOfP : kOfSides;
+  static_assert(kOfM + Square::kPanelBytes <= kOfSums, "M has room");
+  static_assert(kTiles * kSumBytes <= kOfSides - kOfP || kGroups == 1, "so do sums of its blocks");
+  static_assert(kOfP % 1024 == 0 && kOfSides % 1024 == 0, "tiles are permuted within rows");
+};
+
+struct GradientLaunch {
+  int64_t chunks = 1;  // of time, for each (batch, head)
+  float scale = 1;
+  const void* states = nullptr;  // checkpoints
+  const void* flows = nullptr;
+};
+
+// Tiles as operands, for RowFragments.
+template <typename Element_, class Tile>
+struct OperandTile {
+  using Element = Element_;
+  using RowTile = Tile;
+  static constexpr bool kFloat = std::is_same_v<Element, float>;
+};
+
+// A lane's part of a checkpoint's block, as left operand (columns, rows).
+template <typename Element>
+struct StateBlock {
+  uint4 words[sizeof(Element) / 2];
+
+  __device__ __forceinline__ void load(const Element* from) {
+    words[0] = *reinterpret_cast<const uint4*>(from);
+    if constexpr (sizeof(Element) == 4)
+      words[1] = *reinterpret_cast<const uint4*>(from + Checkpoints<Element>::kBlock / 2);
+  }
+  __device__ __forceinline__ float2 pair(int n) const {
+    if constexpr (sizeof(Element) == 4) {
+      const uint4& four = words[n / 2];
+      return make_float2(__uint_as_float(n % 2 == 0 ? four.x : four.z),
+                         __uint_as_float(n % 2 == 0 ? four.y : four.w));
+    } else {
+      return unpack<Element>(word(n));
+    }
+  }
+  __device__ __forceinline__ uint32_t word(int n) const {
+    const uint4& four = words[0];
+    return n == 0 ? four.x : n == 1 ? four.y : n == 2 ? four.z : four.w;
+  }
+  __device__ __forceinline__ void operand(Operand<Element> (&to)[4]) const {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      if constexpr (sizeof(Element) == 4) {
+        to[n] = make_operand<Element>(pair(n).x, pair(n).y);
+      } else {
+        to[n].bits = word(n);
+      }
+    }
+  }
+};
+
+// Sums that go on outside the tensor core for float32, which truncates.
+template <typename Element>
+__device__ __forceinline__ void add_8(float (&c)[4], const Operand<Element>& a0,
+                                      const Operand<Element>& a1, const Operand<Element>& b) {
+  if constexpr (std::is_same_v<Element, float>) {
+    float part[4] = {};
+    multiply_8(part, a0, a1, b);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) c[n] += part[n];
+  } else {
+    multiply_8(c, a0, a1, b);
+  }
+}
+template <typename Element>
+__device__ __forceinline__ void add_16(float (&c)[4], const Operand<Element> (&a)[4],
+                                       const Operand<Element>& b0, const Operand<Element>& b1) {
+  if constexpr (std::is_same_v<Element, float>) {
+    float part[4] = {};
+    multiply_16(part, a, b0, b1);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) c[n] += part[n];
+  } else {
+    multiply_16(c, a, b0, b1);
+  }
+}
+
+// An operand's elements times two factors.
+template <typename Element>
+__device__ __forceinline__ Operand<Element> scaled(const Operand<Element>& x, float2 factor) {
+  float2 pair;
+  if constexpr (std::is_same_v<Element, float>) {
+    pair = make_float2(x.high[0] + x.low[0], x.high[1] + x.low[1]);
+  } else {
+    pair = unpack<Element>(x.bits);
+  }
+  return make_operand<Element>(pair.x * factor.x, pair.y * factor.y);
+}
+
+// Eight numbers of a lane: [s][h][e] is step 4 quad + 2 s + e of column group + 8 h.
+struct LaneTile {
+  float at[2][2][2];
+
+  template <typename Element>
+  __device__ __forceinline__ void operand(Operand<Element> (&to)[4]) const {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      to[n] = make_operand<Element>(at[n / 2][n % 2][0], at[n / 2][n % 2][1]);
+    }
+  }
+  __device__ __forceinline__ LaneTile times(const float (&factor)[2]) const {
+    LaneTile result;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      result.at[n / 4][n / 2 % 2][n % 2] = at[n / 4][n / 2 % 2][n % 2] * factor[n / 2 % 2];
+    }
+    return result;
+  }
+  // For each column, the sum over the lane's steps of the products with the numbers of a result.
+  __device__ __forceinline__ void dot(float (&sum)[2], const float (&result)[2][4]) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      sum[h] = at[0][h][0] * result[0][2 * h] + at[0][h][1] * result[0][2 * h + 1] +
+               at[1][h][0] * result[1][2 * h] + at[1][h][1] * result[1][2 * h + 1];
+    }
+  }
+};
+
+// Sum over the lanes that share columns.
+__device__ __forceinline__ float sum_over_steps(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// Which parts of P's transpose a level keeps: LevelMasks with giving and taking exchanged.
+template <typename Element>
+struct BackMasks {
+  Mask<Element> pair;
+  Mask<Element> quad;
+  Mask<Element> eight;
+  Mask<Element> whole;
+
+  __device__ __forceinline__ BackMasks(int group, int quad)
+      : pair(false, group == 2 * quad),
+        quad(group / 2 == quad, group / 2 == quad),
+        eight(quad % 2 == 1 && group / 2 == quad - 1, quad % 2 == 1 && group / 2 == quad - 1),
+        whole(quad >= 2 && group < 4, quad >= 2 && group < 4) {}
+};
+
+// A tile's part of M, as right products have it: [n] has slots 8 n ... 8 n + 7 as columns s.
+template <typename Element>
+struct LevelSums {
+  float at[2][4];
+
+  // Adds sum over 16 columns of dy_t v_s at the places that `keep` names: keep(n, c).
+  template <class Keep>
+  __device__ __forceinline__ void add(const Operand<Element> (&dy)[4],
+                                      const Operand<Element> (&v)[4], Keep keep) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      float part[4] = {};
+      multiply_16(part, dy, v[2 * n], v[2 * n + 1]);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        if (keep(n, c)) at[n][c] += part[c];
+      }
+    }
+  }
+};
+
+// The operands of M: dy as left one (steps, columns), v as right one (columns, steps).
+template <typename Element>
+__device__ __forceinline__ void transpose_left(Operand<Element> (&to)[4], const LaneTile& tile) {
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    const float(&pair)[2] = tile.at[n % 2][n / 2];
+    to[n] = transposed_operand<Element>(pair[0], pair[1]);
+  }
+}
+template <typename Element>
+__device__ __forceinline__ void transpose_right(Operand<Element> (&to)[4], const LaneTile& tile) {
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    const float(&pair)[2] = tile.at[n / 2][n % 2];
+    to[n] = transposed_operand<Element>(pair[0], pair[1]);
+  }
+}
+
+// 16 steps of a warp's 16 columns, and what the levels inside make of them.
+template <class Traits>
+struct GradientTile {
+  using Element = typename Traits::Element;
+  TimeTile<Traits> time;  // v, the gate and products of it
+  LaneTile v;
+  LaneTile dy;
+  LaneTile v_ahead;  // carried to the end of the lane's four steps
+  LaneTile dy_back;  // carried back to their beginning
+
+  __device__ __forceinline__ void carry() {
+    const auto& gate = time.gate;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      v_ahead.at[0][h][0] = v.at[0][h][0] * (gate[0][h][1] * time.pair[1][h]);
+      v_ahead.at[0][h][1] = v.at[0][h][1] * time.pair[1][h];
+      v_ahead.at[1][h][0] = v.at[1][h][0] * gate[1][h][1];
+      v_ahead.at[1][h][1] = v.at[1][h][1];
+      dy_back.at[0][h][0] = dy.at[0][h][0] * gate[0][h][0];
+      dy_back.at[0][h][1] = dy.at[0][h][1] * time.pair[0][h];
+      dy_back.at[1][h][0] = dy.at[1][h][0] * (time.pair[0][h] * gate[1][h][0]);
+      dy_back.at[1][h][1] = dy.at[1][h][1] * (time.pair[0][h] * time.pair[1][h]);
+    }
+  }
+
+  // v carried to the tile's end, dy to its beginning.
+  __device__ __forceinline__ LaneTile v_at_end() const {
+    return v_ahead.times(time.after_eight).times(time.after_sixteen);
+  }
+  __device__ __forceinline__ LaneTile dy_at_start() const {
+    return dy_back.times(time.before_eight).times(time.before_sixteen);
+  }
+
+  // From the tile's z, w and e to those of its steps; m takes in the tile's own block of M without
+  // scale. z and w become the gradients of the gate and of v.
+  __device__ __forceinline__ void descend(float (&z)[2][4], float (&w)[2][4], float (&e)[2],
+                                          LevelSums<Element>& m, const Products<Element>& p,
+                                          const Products<Element>& p_back,
+                                          const LevelMasks<Element>& masks,
+                                          const BackMasks<Element>& back_masks) const {
+    const int group = threadIdx.x % 32 / 4;
+    const int quad = threadIdx.x % 4;
+    Operand<Element> dy_left[4];
+    Operand<Element> v_right[4];
+
+    // ---- Eight steps from eight.
+    {
+      const LaneTile v_here = v_ahead.times(time.after_eight);
+      const LaneTile dy_here = dy_back.times(time.before_eight);
+      split(e, z, w, v_here, dy_here, quad / 2 == 1, 2, time.before_sixteen, time.after_sixteen);
+      add_level(z, v_here, p, masks.whole);
+      add_level(w, dy_here, p_back, back_masks.whole);
+      transpose_left<Element>(dy_left, dy_here);
+      transpose_right<Element>(v_right, v_here);
+      const bool keep = quad < 2 && group >= 4;
+      m.add(dy_left, v_right, [&](int, int) { return keep; });
+    }
+    // ---- Four from four.
+    {
+      split(e, z, w, v_ahead, dy_back, quad % 2 == 1, 1, time.before_eight, time.after_eight);
+      add_level(z, v_ahead, p, masks.eight);
+      add_level(w, dy_back, p_back, back_masks.eight);
+      transpose_left<Element>(dy_left, dy_back);
+      transpose_right<Element>(v_right, v_ahead);
+      const bool keep = quad % 2 == 0 && group / 2 == quad + 1;
+      m.add(dy_left, v_right, [&](int, int) { return keep; });
+    }
+    // ---- Two from two: from here on within a lane.
+    float each[2][2];  // e of the lane's pairs
+    {
+      LaneTile v_here = v;
+      LaneTile dy_here = dy;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        v_here.at[0][h][0] *= time.gate[0][h][1];
+        dy_here.at[1][h][0] *= time.gate[1][h][0];
+        dy_here.at[1][h][1] *= time.pair[1][h];
+        each[0][h] = time.pair[1][h] * e[h] + dy_here.at[1][h][0] * z[1][2 * h] +
+                     dy_here.at[1][h][1] * z[1][2 * h + 1];
+        each[1][h] = time.pair[0][h] * e[h] + v_here.at[0][h][0] * w[0][2 * h] +
+                     v_here.at[0][h][1] * w[0][2 * h + 1];
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          z[1][2 * h + n] *= time.pair[0][h];
+          w[0][2 * h + n] *= time.pair[1][h];
+        }
+      }
+      Operand<Element> v_left[4];
+      Operand<Element> dy_right[4];
+      v_here.operand(v_left);
+      dy_here.operand(dy_right);
+      add_8(z[1], v_left[0], v_left[1], masks.quad.of(p.at[1]));
+      add_8(w[0], dy_right[2], dy_right[3], back_masks.quad.of(p_back.at[2]));
+      transpose_left<Element>(dy_left, dy_here);
+      transpose_right<Element>(v_right, v_here);
+      const bool keep = group / 2 == quad;
+      m.add(dy_left, v_right, [&](int n, int c) { return n == 0 && c >= 2 && keep; });
+    }
+    // ---- One from one, and each step's own.
+    Operand<Element> v_left[4];
+    Operand<Element> own_left[4];
+    LaneTile dy_here = dy;
+    float gradient[2][4];
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float(&gate)[2] = time.gate[s][h];
+        dy_here.at[s][h][1] *= gate[1];
+        const float first = gate[1] * each[s][h] + dy_here.at[s][h][1] * z[s][2 * h + 1];
+        const float second = gate[0] * each[s][h] + v.at[s][h][0] * w[s][2 * h];
+        gradient[s][2 * h] = first;
+        gradient[s][2 * h + 1] = second;
+        z[s][2 * h + 1] *= gate[0];
+        w[s][2 * h] *= gate[1];
+      }
+    }
+    v.operand(v_left);
+    dy.operand(own_left);
+    Operand<Element> dy_right[4];
+    dy_here.operand(dy_right);
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      add_8(z[s], v_left[2 * s], v_left[2 * s + 1], masks.pair.of(p.at[3 * s]));
+      add_8(w[s], dy_right[2 * s], dy_right[2 * s + 1], back_masks.pair.of(p_back.at[3 * s]));
+      add_8(w[s], own_left[2 * s], own_left[2 * s + 1], masks.same.of(p_back.at[3 * s]));
+    }
+    transpose_right<Element>(v_right, v);
+    transpose_left<Element>(dy_left, dy_here);
+    m.add(dy_left, v_right,
+          [&](int n, int c) { return c == 2 * n && group == 2 * quad + 1; });
+    transpose_left<Element>(dy_left, dy);
+    m.add(dy_left, v_right,
+          [&](int n, int c) { return c / 2 == n && group == 2 * quad + c % 2; });
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const int s = n / 4;
+      const int c = n % 4;
+      z[s][c] = fmaf(dy.at[s][c / 2][c % 2], z[s][c], gradient[s][c]);
+    }
+  }
+
+ private:
+  // e of the lane's half, and the gates of the other half before z and w.
+  static __device__ __forceinline__ void split(float (&e)[2], float (&z)[2][4], float (&w)[2][4],
+                                               const LaneTile& v_here, const LaneTile& dy_here,
+                                               bool second, int distance, const float (&before)[2],
+                                               const float (&after)[2]) {
+    float of_first[2];
+    float of_second[2];
+    v_here.dot(of_first, w);
+    dy_here.dot(of_second, z);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float sum = second ? of_second[h] : of_first[h];
+      if (distance == 2) sum += __shfl_xor_sync(~0u, sum, 1);
+      e[h] = fmaf(before[h] * after[h], e[h], __shfl_xor_sync(~0u, sum, distance));
+    }
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      z[n / 4][n % 4] *= before[n / 2 % 2];
+      w[n / 4][n % 4] *= after[n / 2 % 2];
+    }
+  }
+
+  static __device__ __forceinline__ void add_level(float (&to)[2][4], const LaneTile& carried,
+                                                   const Products<Element>& p,
+                                                   const Mask<Element>& mask) {
+    Operand<Element> left[4];
+    carried.operand(left);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) add_16(to[n], left, mask.of(p.at[n]), mask.of(p.at[n + 2]));
+  }
+};
+
+// Writes 16 steps of a warp's 16 columns from shared to global memory. `first`: of the tile's
+// channels, a multiple of 16.
+template <typename T, class Tile>
+__device__ __forceinline__ void copy_tile_out(const View<int64_t>& out, int64_t batch, int64_t step,
+                                              int64_t head, int64_t column, int64_t steps,
+                                              int64_t columns, uint32_t tile, int first) {
+  constexpr int kElements = 16 / sizeof(T);
+  constexpr int kChunks = 16 / kElements;
+  const int lane = threadIdx.x % 32;
+  // Neighbouring lanes read rows of different banks.
+  const int lane_step = kChunks == 2 ? lane / 2 % 4 * 4 + lane / 8 : lane / kChunks;
+  const int64_t at = column + lane % kChunks * kElements;
+#pragma unroll
+  for (int n = 0; n < 16; n += 32 / kChunks) {
+    const uint32_t from =
+        tile + Tile::offset(slot_of(n + lane_step), first / kElements + lane % kChunks);
+    const uint4 bytes = load_shared<uint4>(from);
+    if (n + lane_step < steps && at < columns)
+      *reinterpret_cast<uint4*>(element_of<T>(out, batch, step + n + lane_step, head, at)) = bytes;
+  }
+}
+
+// Two neighbours of a row.
+template <typename Element, class Tile>
+__device__ __forceinline__ void store_pair(uint32_t tile, int slot, int channel, float first,
+                                           float second) {
+  if constexpr (std::is_same_v<Element, float>) {
+    store_shared(tile + Tile::element(slot, channel), make_float2(first, second));
+  } else {
+    store_shared(tile + Tile::offset(slot, channel / 8) + channel % 8 * 2,
+                 make_operand<Element>(first, second).bits);
+  }
+}
+
+// A block of sums as accumulators, and back.
+__device__ __forceinline__ void load_sums(float (&to)[2][4], uint32_t at) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    const float4 four = load_shared<float4>(at + n * 512);
+    to[n][0] = four.x;
+    to[n][1] = four.y;
+    to[n][2] = four.z;
+    to[n][3] = four.w;
+  }
+}
+__device__ __forceinline__ void store_sums(const float (&from)[2][4], uint32_t at) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    store_shared(at + n * 512, make_float4(from[n][0], from[n][1], from[n][2], from[n][3]));
+  }
+}
+
+template <class Fragments>
+__device__ __forceinline__ void store_tile(const Fragments& fragments, const LaneTile& from,
+                                           uint32_t tile) {
+  float numbers[2][4];
+#pragma unroll
+  for (int n = 0; n < 8; ++n) numbers[n / 4][n % 4] = from.at[n / 4][n / 2 % 2][n % 2];
+  fragments.store(numbers, tile);
+}
+
+// (steps, columns) times (columns, 16 rows of the state): `blocks` are those rows of a checkpoint.
+template <class Traits>
+__device__ __forceinline__ void multiply_states(
+    float (&to)[Traits::kOwnTiles][2][4], const typename Traits::Element* blocks,
+    const Checkpoints<typename Traits::Element>& checkpoints, uint32_t tiles) {
+  using Element = typename Traits::Element;
+  constexpr int kAtOnce = 4;
+  const RowFragments<OperandTile<Element, typename Traits::RowTile>> rows;
+#pragma unroll
+  for (int n = 0; n < 8 * Traits::kOwnTiles; ++n) to[n / 8][n / 4 % 2][n % 4] = 0;
+  const int stride = checkpoints.row_blocks * checkpoints.kBlock;
+  for (int columns = 0; columns < checkpoints.column_blocks; columns += kAtOnce) {
+    StateBlock<Element> block[kAtOnce];
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+      if (columns + n < checkpoints.column_blocks) block[n].load(blocks + (columns + n) * stride);
+    }
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+      if (columns + n >= checkpoints.column_blocks) break;
+      Operand<Element> right[4];
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        if constexpr (Traits::kFloat) {
+          right[m] = transposed_operand<Element>(block[n].pair(m).x, block[n].pair(m).y);
+        } else {
+          right[m].bits = transpose_matrix(block[n].word(m));
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < Traits::kOwnTiles; ++u) {
+        Operand<Element> left[4];
+        rows.load_left(left, tiles + u * 16 * Traits::RowTile::kRowBytes, columns + n);
+        multiply_16_add<Element>(to[u][0], to[u][1], left, right);
+      }
+    }
+  }
+}
+
+template <class Traits>
+__device__ __forceinline__ void gradient_block(const Params& p, const Gradients& grads,
+                                               const GradientLaunch& launch) {
+  using Element = typename Traits::Element;
+  using Gate = typename Traits::Gate;
+  using RowTile = typename Traits::RowTile;
+  using SideTile = typename Traits::SideTile;
+  constexpr int kTiles = Traits::kTiles;
+  constexpr int kGroups = Traits::kGroups;
+  constexpr int kRowTile = 16 * RowTile::kRowBytes;
+  extern __shared__ __align__(1024) unsigned char tensor_memory[];
+  const uint32_t shared = shared_address(tensor_memory);
+
+  // ---- Who owns what.
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const int group = lane / 4;
+  const int quad = lane % 4;
+  const int tile = warp % kTiles;
+  const int column_group = warp / kTiles;
+  const int64_t chunk = blockIdx.x % launch.chunks;
+  const int64_t pair = blockIdx.x / launch.chunks;
+  const int64_t batch = pair / p.H;
+  const int64_t head = pair % p.H;
+  const int64_t start = chunk * Traits::kSteps;
+  const int steps = static_cast<int>(min(p.T - start, int64_t{Traits::kSteps}));
+  const Checkpoints<Element> checkpoints(p);
+  const auto states_at = [&](int64_t columns) {
+    return checkpoints.at(static_cast<const Element*>(launch.states), pair, chunk, columns);
+  };
+  const auto flows_at = [&](int64_t columns) {
+    return checkpoints.at(static_cast<const Element*>(launch.flows), pair, chunk, columns);
+  };
+
+  // ---- Loading.
+  {
+    using RowLoader =
+        TileLoader<Element, RowTile, Traits::kChannels, Traits::kSteps, Traits::kThreads>;
+    RowLoader load_q(p.q, batch, start, head, 0, p.K);
+    RowLoader load_k(p.k, batch, start, head, 0, p.K);
+    load_q.start(shared, steps);
+    load_k.start(shared + Traits::kOfK, steps);
+    commit_copies();
+    RowLoader load_v(p.v, batch, start, head, 0, p.V);
+    RowLoader load_dy(grads.dy, batch, start, head, 0, p.V);
+    TileLoader<Gate, typename Traits::GateTile, Traits::kChannels, Traits::kSteps, Traits::kThreads>
+        load_gate(p.gate, batch, start, head, 0, p.V);
+    load_v.start(shared + Traits::kOfV, steps);
+    load_dy.start(shared + Traits::kOfDy, steps);
+    if (p.gate.stride[3] == 0) {
+      load_gate.spread(shared + Traits::kOfGate, steps);
+    } else {
+      load_gate.start(shared + Traits::kOfGate, steps);
+    }
+    commit_copies();
+  }
+
+  // ---- P = q k^T, times scale.
+  const RowFragments<OperandTile<Element, RowTile>> rows;
+  const auto products_at = [&](int later, int earlier) {
+    return shared + Traits::kOfP + (later * (later + 1) / 2 + earlier) * Traits::kProductBytes;
+  };
+  wait_for_copies<1>();
+  __syncthreads();
+  for (int block = warp; block < Traits::kBlocksOfP; block += Traits::kWarps) {
+    const int later = block < 1 ? 0 : block < 3 ? 1 : block < 6 ? 2 : 3;
+    const int earlier = block - later * (later + 1) / 2;
+    const uint32_t q_tile = shared + later * kRowTile;
+    const uint32_t k_tile = shared + Traits::kOfK + earlier * kRowTile;
+    float sum[2][4] = {};
+#pragma unroll 4
+    for (int kk = 0; kk < checkpoints.row_blocks; ++kk) {
+      Operand<Element> left[4];
+      Operand<Element> right[4];
+      rows.load_left(left, q_tile, kk);
+      rows.load_right(right, k_tile, kk);
+      multiply_16_add<Element>(sum[0], sum[1], left, right);
+    }
+#pragma unroll
+    for (int c = 0; c < 8; ++c) sum[c / 4][c % 4] *= launch.scale;
+    Products<Element>::store(products_at(later, earlier), sum);
+  }
+  wait_for_copies<0>();
+  __syncthreads();
+
+  // ---- Columns, 16 at a time.
+  const LevelMasks<Element> masks(group, quad);
+  const BackMasks<Element> back_masks(group, quad);
+  const uint32_t v_sides = shared + Traits::kOfSides + column_group * 2 * Traits::kSides;
+  const uint32_t dy_sides = v_sides + Traits::kSides;
+  // Results turn in place of what the warps told each other, or where floats have more room.
+  const uint32_t gate_staging =
+      Traits::kStages
+          ? shared + Traits::kOfStaging + column_group * Traits::SideGate::kPanelBytes
+          : dy_sides;
+  const auto sums_at = [&](int of_group, int later, int earlier) {
+    const int block = of_group * Traits::kBlocksOfM + later * (later - 1) / 2 + earlier;
+    return shared + Traits::kOfSums + block * Traits::kSumBytes + lane * 16;
+  };
+  const ColumnFragments<Element, SideTile> own_side(16 * tile);
+  const ColumnFragments<Gate, typename Traits::SideGate> own_side_gate(16 * tile);
+  const RowFragments<OperandTile<Element, SideTile>> sides;
+  const int step = 16 * tile;
+  const uint32_t q_tile = shared + tile * kRowTile;
+  const uint32_t k_tile = q_tile + Traits::kOfK;
+  const uint32_t v_tile = q_tile + Traits::kOfV;
+  const uint32_t dy_tile = q_tile + Traits::kOfDy;
+  const uint32_t gate_tile = shared + Traits::kOfGate + tile * 16 * Traits::GateTile::kRowBytes;
+  LevelSums<Element> own = {};
+  const int turns = (checkpoints.column_blocks + kGroups - 1) / kGroups;
+  for (int turn = 0; turn < turns; ++turn) {
+    const int columns = turn * kGroups + column_group;
+    const bool exists = columns < checkpoints.column_blocks;
+    // Numbers of the columns: what tiles tell each other.
+    const uint32_t numbers =
+        shared + Traits::kOfNumbers + (turn % 2 * kGroups + column_group) * Traits::kNumberBytes;
+    const auto number_at = [&](int number, int h) {
+      return numbers + (number * 16 + group + 8 * h) * 4;
+    };
+    constexpr int kDecay = 0;           // of each tile
+    constexpr int kForFirst = kTiles;   // of each tile: what it adds to e of those before it
+    constexpr int kOfState = 2 * kTiles;  // e of the chunk, in parts
+    constexpr int kForLater = 3 * kTiles;  // of each pair of tiles
+    const auto read_number = [&](int number, int h) {
+      return load_shared<float>(number_at(number, h));
+    };
+    const auto write_numbers = [&](int number, const float (&values)[2]) {
+      if (quad != 0) return;
+      store_shared(number_at(number, 0), values[0]);
+      store_shared(number_at(number, 1), values[1]);
+    };
+
+    // The tile's part of v, dy and the gate.
+    const auto load = [&](GradientTile<Traits>& at) {
+      Operand<Element> unused[4];
+      Operand<Gate> unused_gate[4];
+      const ColumnFragments<Element, RowTile> own_columns(16 * columns);
+      const ColumnFragments<Gate, typename Traits::GateTile> own_gate(16 * columns);
+      own_gate.load(at.time.gate, unused_gate, gate_tile);
+      own_columns.load(at.v.at, unused, v_tile);
+      own_columns.load(at.dy.at, unused, dy_tile);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        float& gate = at.time.gate[n / 4][n / 2 % 2][n % 2];
+        if (p.log_gate) gate = expf(gate);
+        if (step + 4 * quad + n / 4 * 2 + n % 2 >= steps) gate = 1.0f;
+      }
+      at.time.multiply_gates();
+      at.carry();
+    };
+
+    float z[2][4] = {};
+    float w[2][4] = {};
+    if (exists) {
+      {
+        GradientTile<Traits> at;
+        load(at);
+        store_tile(own_side, at.v_at_end(), v_sides);
+        store_tile(own_side, at.dy_at_start(), dy_sides);
+        write_numbers(kDecay + tile, at.time.decay);
+      }
+      __syncwarp();
+
+      // ---- z, w and e of the whole chunk.
+      const Element* states = states_at(columns);
+      const Element* flows = flows_at(columns);
+      float state_part[2] = {0, 0};
+      constexpr int kAtOnce = Traits::kFloat ? 2 : 4;
+      for (int kk = 0; kk < checkpoints.row_blocks; kk += kAtOnce) {
+        StateBlock<Element> state[kAtOnce];
+        StateBlock<Element> flow[kAtOnce];
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n) {
+          if (kk + n >= checkpoints.row_blocks) break;
+          state[n].load(states + (kk + n) * checkpoints.kBlock);
+          flow[n].load(flows + (kk + n) * checkpoints.kBlock);
+        }
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n) {
+          if (kk + n >= checkpoints.row_blocks) break;
+          Operand<Element> left[4];
+          Operand<Element> right[4];
+          state[n].operand(left);
+          rows.load_right(right, q_tile, kk + n);
+          multiply_16_add<Element>(z[0], z[1], left, right);
+          flow[n].operand(left);
+          rows.load_right(right, k_tile, kk + n);
+          multiply_16_add<Element>(w[0], w[1], left, right);
+          if ((kk + n) % kTiles != tile) continue;
+#pragma unroll
+          for (int m = 0; m < 4; ++m) {
+            const float2 s = state[n].pair(m);
+            const float2 f = flow[n].pair(m);
+            state_part[m % 2] = fmaf(s.x, f.x, fmaf(s.y, f.y, state_part[m % 2]));
+          }
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < 8; ++n) z[n / 4][n % 4] *= launch.scale;
+      LaneTile dy_start;
+      Operand<Element> unused[4];
+      own_side.load(dy_start.at, unused, dy_sides);
+      float sum[2];
+      dy_start.dot(sum, z);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        sum[h] = sum_over_steps(sum[h]);
+        state_part[h] = sum_over_steps(state_part[h]);
+      }
+      write_numbers(kForFirst + tile, sum);
+      write_numbers(kOfState + tile, state_part);
+    }
+    __syncthreads();
+
+    // ---- From the chunk's z and w to the tile's, and M between tiles.
+    if (exists) {
+      for (int other = 0; other < tile; ++other) {
+        Products<Element> products;
+        products.load(products_at(tile, other));
+        float unused[2][2][2];
+        Operand<Element> left[4];
+        const ColumnFragments<Element, SideTile> side(16 * other);
+        side.load(unused, left, v_sides);
+#pragma unroll
+        for (int n = 0; n < 8; ++n) z[n / 4][n % 4] *= read_number(kDecay + other, n / 2 % 2);
+        add_16(z[0], left, products.at[0], products.at[2]);
+        add_16(z[1], left, products.at[1], products.at[3]);
+      }
+      for (int other = kTiles - 1; other > tile; --other) {
+        LaneTile v_end;
+        Operand<Element> left[4];
+        own_side.load(v_end.at, left, v_sides);
+        float sum[2];
+        v_end.dot(sum, w);
+        sum[0] = sum_over_steps(sum[0]);
+        sum[1] = sum_over_steps(sum[1]);
+        write_numbers(kForLater + tile * kTiles + other, sum);
+        Products<Element> products;
+        products.load(products_at(other, tile));
+        products = transposed_products(products);
+        float unused[2][2][2];
+        const ColumnFragments<Element, SideTile> side(16 * other);
+        side.load(unused, left, dy_sides);
+#pragma unroll
+        for (int n = 0; n < 8; ++n) w[n / 4][n % 4] *= read_number(kDecay + other, n / 2 % 2);
+        add_16(w[0], left, products.at[0], products.at[2]);
+        add_16(w[1], left, products.at[1], products.at[3]);
+      }
+      if (tile > 0) {
+        Operand<Element> start[4];
+        sides.load_left(start, dy_sides, tile);
+        float2 decay[2] = {make_float2(1, 1), make_float2(1, 1)};
+        for (int other = tile - 1; other >= 0; --other) {
+          Operand<Element> left[4];
+          Operand<Element> right[4];
+#pragma unroll
+          for (int n = 0; n < 4; ++n) left[n] = scaled(start[n], decay[n / 2]);
+          sides.load_right(right, v_sides, other);
+          const uint32_t to = sums_at(column_group, tile, other);
+          float sum[2][4] = {};
+          if (turn > 0) load_sums(sum, to);
+          multiply_16_add<Element>(sum[0], sum[1], left, right);
+          store_sums(sum, to);
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float2 more =
+                load_shared<float2>(numbers + ((kDecay + other) * 16 + 2 * quad + 8 * h) * 4);
+            decay[h] = make_float2(decay[h].x * more.x, decay[h].y * more.y);
+          }
+        }
+      }
+    }
+    __syncthreads();
+
+    // ---- From the tile's to each step's; operands of dq and dk.
+    if (exists) {
+      float e[2];
+      float before[2] = {1, 1};
+      float after[2] = {1, 1};
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        e[h] = 0;
+        for (int other = 0; other < kTiles; ++other) e[h] += read_number(kOfState + other, h);
+        for (int other = kTiles - 1; other > tile; --other) {
+          const float decay = read_number(kDecay + other, h);
+          e[h] = fmaf(decay, e[h], read_number(kForFirst + other, h));
+          after[h] *= decay;
+        }
+        for (int other = 0; other < tile; ++other) {
+          const float decay = read_number(kDecay + other, h);
+          e[h] = fmaf(decay, e[h], read_number(kForLater + other * kTiles + tile, h));
+          before[h] *= decay;
+        }
+      }
+      GradientTile<Traits> at;
+      load(at);
+      __syncwarp();
+      Products<Element> products;
+      products.load(products_at(tile, tile));
+      const Products<Element> back_products = transposed_products(products);
+      const ColumnFragments<Element, RowTile> own_columns(16 * columns);
+      store_tile(own_columns, at.v_at_end().times(after), v_tile);
+      store_tile(own_columns, at.dy_at_start().times(before), dy_tile);
+      at.descend(z, w, e, own, products, back_products, masks, back_masks);
+      if (p.log_gate) {
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          const int h = n / 2 % 2;
+          z[n / 4][n % 4] *= at.time.gate[n / 4][h][n % 2];
+        }
+      }
+      const int64_t column = 16 * columns;
+      if (grads.dv.data != nullptr) {
+        own_side.store(w, v_sides);
+        __syncwarp();
+        copy_tile_out<Element, SideTile>(grads.dv, batch, start + step, head, column, steps - step,
+                                         p.V, v_sides, 16 * tile);
+      }
+      if (grads.dgate.data != nullptr) {
+        own_side_gate.store(z, gate_staging);
+        __syncwarp();
+        copy_tile_out<Gate, typename Traits::SideGate>(grads.dgate, batch, start + step, head,
+                                                       column, steps - step, p.V, gate_staging,
+                                                       16 * tile);
+      }
+      __syncwarp();
+    }
+  }
+  if (grads.dq.data == nullptr && grads.dk.data == nullptr) return;
+
+  // ---- M: the sum over groups of columns, in their order, times scale.
+  const RowFragments<OperandTile<Element, typename Traits::Square>> squares;
+  __syncthreads();
+  const uint32_t own_sums = shared + Traits::kOfP + tile * Traits::kSumBytes + lane * 16;
+  if constexpr (kGroups == 2) {
+    if (column_group == 1) store_sums(own.at, own_sums);
+    __syncthreads();
+  }
+  if (column_group == 0) {
+    for (int earlier = 0; earlier <= tile; ++earlier) {
+      float sum[2][4];
+      float other[2][4] = {};
+      if (earlier < tile) {
+        load_sums(sum, sums_at(0, tile, earlier));
+        if (kGroups == 2 && checkpoints.column_blocks > 1) load_sums(other, sums_at(1, tile, earlier));
+      } else {
+#pragma unroll
+        for (int n = 0; n < 8; ++n) sum[n / 4][n % 4] = own.at[n / 4][n % 4];
+        if (kGroups == 2) load_sums(other, own_sums);
+      }
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int c = n % 2 * 2;
+        store_pair<Element, typename Traits::Square>(
+            shared + Traits::kOfM, step + group + n % 2 * 8, 16 * earlier + n / 2 * 8 + 2 * quad,
+            launch.scale * (sum[n / 2][c] + other[n / 2][c]),
+            launch.scale * (sum[n / 2][c + 1] + other[n / 2][c + 1]));
+      }
+    }
+  }
+  __syncthreads();
+
+  // ---- dq and dk, 16 rows of the state at a time.
+  constexpr int kOwnTiles = Traits::kOwnTiles;
+  constexpr int kSlices = Traits::kChannels / 16;
+  constexpr int kItems = (kSlices * Traits::kTimeParts + Traits::kWarps - 1) / Traits::kWarps;
+  const int first_tile = warp * Traits::kTimeParts / Traits::kWarps * kOwnTiles;
+  const uint32_t square = shared + Traits::kOfM;
+#pragma unroll 1
+  for (int item = 0; item < kItems; ++item) {
+    const int slice = warp % (Traits::kWarps / Traits::kTimeParts) + item * Traits::kWarps;
+    float dq[kOwnTiles][2][4];
+    float dk[kOwnTiles][2][4];
+    const bool exists = slice < checkpoints.row_blocks;
+    if (exists) {
+      multiply_states<Traits>(dq, states_at(0) + slice * checkpoints.kBlock, checkpoints,
+                              shared + Traits::kOfDy + first_tile * kRowTile);
+      multiply_states<Traits>(dk, flows_at(0) + slice * checkpoints.kBlock, checkpoints,
+                              shared + Traits::kOfV + first_tile * kRowTile);
+#pragma unroll
+      for (int u = 0; u < kOwnTiles; ++u) {
+#pragma unroll
+        for (int n = 0; n < 8; ++n) dq[u][n / 4][n % 4] *= launch.scale;
+      }
+#pragma unroll
+      for (int other = 0; other < kTiles; ++other) {
+        Operand<Element> left[4];
+        Operand<Element> k_right[4];
+        Operand<Element> q_right[4];
+        rows.load_transposed(k_right, shared + Traits::kOfK + other * kRowTile, slice);
+        rows.load_transposed(q_right, shared + other * kRowTile, slice);
+#pragma unroll
+        for (int u = 0; u < kOwnTiles; ++u) {
+          const int mine = first_tile + u;
+          if (other <= mine) {
+            squares.load_left(left, square + mine * 16 * Traits::Square::kRowBytes, other);
+            multiply_16_add<Element>(dq[u][0], dq[u][1], left, k_right);
+          }
+          if (other >= mine) {
+            squares.load_left_transposed(left, square + other * 16 * Traits::Square::kRowBytes,
+                                         mine);
+            multiply_16_add<Element>(dk[u][0], dk[u][1], left, q_right);
+          }
+        }
+      }
+    }
+    // The results take the place of q and k, once nobody reads those rows any more.
+    if constexpr (Traits::kTimeParts > 1) {
+      __syncthreads();
+    } else {
+      __syncwarp();
+    }
+    if (exists) {
+#pragma unroll
+      for (int u = 0; u < kOwnTiles; ++u) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const int slot = 16 * (first_tile + u) + group + n % 2 * 8;
+          const int channel = 16 * slice + n / 2 * 8 + 2 * quad;
+          const int c = n % 2 * 2;
+          store_pair<Element, RowTile>(shared, slot, channel, dq[u][n / 2][c],
+                                       dq[u][n / 2][c + 1]);
+          store_pair<Element, RowTile>(shared + Traits::kOfK, slot, channel, dk[u][n / 2][c],
+                                       dk[u][n / 2][c + 1]);
+        }
+      }
+    }
+  }
+  __syncthreads();
+  const auto copy_out = [&](const View<int64_t>& out, uint32_t from) {
+    if (out.data == nullptr) return;
+    constexpr int kElements = 16 / sizeof(Element);
+    constexpr int kChunks = Traits::kChannels / kElements;
+    for (int n = threadIdx.x; n < Traits::kSteps * kChunks; n += Traits::kThreads) {
+      const int at = n / kChunks;
+      const int64_t channel = n % kChunks * kElements;
+      if (at < steps && channel < p.K)
+        *reinterpret_cast<uint4*>(element_of<Element>(out, batch, start + at, head, channel)) =
+            load_shared<uint4>(from + RowTile::offset(slot_of(at), n % kChunks));
+    }
+  };
+  copy_out(grads.dq, shared);
+  copy_out(grads.dk, shared + Traits::kOfK);
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
+    tensor_backward(const __grid_constant__ Params p, const __grid_constant__ Gradients grads,
+                    const __grid_constant__ GradientLaunch launch) {
+  if constexpr (Traits::kBytes <= kMostSharedBytes) {
+    gradient_block<Traits>(p, grads, launch);
+  } else {
+    __trap();
+  }
+}
+
 // ====================================== Launching =============================================
 
 constexpr int64_t kMaxGridX = INT32_MAX;
@@ -3494,16 +4650,16 @@ TensorPlan plan_tiles(const Params& p, const Device& device) {
     plan.segments = std::max<int64_t>(1, std::min(device.processors / blocks, p.T / 256));
   }
   const int64_t steps = (p.T + plan.segments - 1) / plan.segments;
-  plan.segment_steps = (steps + Traits::kSteps - 1) / Traits::kSteps * Traits::kSteps;
+  plan.segment_steps = (steps + kCheckpointSteps - 1) / kCheckpointSteps * kCheckpointSteps;
   plan.segments = (p.T + plan.segment_steps - 1) / plan.segment_steps;
-  if (blocks * plan.segments > kMaxGridX || !worth_tensor_cores(p, plan, device)) plan.segments = 0;
+  if (blocks * plan.segments > kMaxGridX) plan.segments = 0;
   return plan;
 }
 
-template <class Traits, bool kStateOnly>
+template <class Traits, Walk kWalk>
 cudaError_t launch_tensor_kernel(const Params& p, const TensorLaunch& launch, int64_t blocks,
                                  cudaStream_t stream) {
-  const auto kernel = tensor_forward<Traits, kStateOnly>;
+  const auto kernel = tensor_forward<Traits, kWalk>;
   const int shared = launch.stages * Traits::kStageBytes + Traits::kOtherBytes;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
@@ -3512,9 +4668,15 @@ cudaError_t launch_tensor_kernel(const Params& p, const TensorLaunch& launch, in
   return cudaGetLastError();
 }
 
-template <class Traits>
-cudaError_t launch_tiles(const Params& p, const Device& device, const TensorPlan& plan,
-                         cudaStream_t stream) {
+// Bytes of p.scratch for the segments' states and decays.
+int64_t segment_bytes(const Params& p, const TensorPlan& plan) {
+  return plan.segments > 1 ? p.B * p.H * plan.segments * (p.K + 1) * p.V * 4 : 0;
+}
+
+template <class Traits, Walk kWalk>
+cudaError_t launch_walk(const Params& p, const Device& device, const TensorPlan& plan,
+                        void* checkpoints, cudaStream_t stream) {
+  constexpr Walk kEnds = kWalk == Walk::kStatesBack ? Walk::kStatesBack : Walk::kStates;
   TensorLaunch launch;
   launch.segments = plan.segments;
   launch.segment_steps = plan.segment_steps;
@@ -3525,14 +4687,15 @@ cudaError_t launch_tiles(const Params& p, const Device& device, const TensorPlan
   launch.decays = launch.states + p.B * p.H * launch.segments * p.K * p.V;
   const int64_t blocks = p.B * p.H * launch.tiles * launch.segments;
   if (launch.segments > 1) {
-    cudaError_t error = launch_tensor_kernel<Traits, true>(p, launch, blocks, stream);
+    cudaError_t error = launch_tensor_kernel<Traits, kEnds>(p, launch, blocks, stream);
     if (error != cudaSuccess) return error;
     const int64_t threads = p.B * p.H * p.K * p.V;
     join_segments<<<static_cast<unsigned>((threads + 127) / 128), 128, 0, stream>>>(p, launch);
     error = cudaGetLastError();
     if (error != cudaSuccess) return error;
   }
-  return launch_tensor_kernel<Traits, false>(p, launch, blocks, stream);
+  launch.checkpoints = checkpoints;
+  return launch_tensor_kernel<Traits, kWalk>(p, launch, blocks, stream);
 }
 
 template <typename Element, typename Gate>
@@ -3566,16 +4729,20 @@ struct TensorKernels {
     const bool fits = p.K > 0 && p.K <= (kFloat ? 128 : 256) && p.K * kElement % 16 == 0 &&
                       p.V * kElement % 16 == 0 && p.T < INT32_MAX - 65536 &&
                       moves_in_chunks(p.q, p, kElement) && moves_in_chunks(p.k, p, kElement) &&
-                      moves_in_chunks(p.v, p, kElement) && moves_in_chunks(p.y, p, kElement) &&
+                      moves_in_chunks(p.v, p, kElement) &&
+                      (p.y.data == nullptr || moves_in_chunks(p.y, p, kElement)) &&
                       (p.gate.stride[3] == 0 || moves_in_chunks(p.gate, p, sizeof(Gate)));
     if (!fits) return TensorPlan();
     return with_traits(p, [&](auto traits) { return plan_tiles<decltype(traits)>(p, device); });
   }
 
-  static cudaError_t launch(const Params& p, const Device& device, const TensorPlan& plan,
+  template <Walk kWalk>
+  static cudaError_t launch(const Params& p, const Device& device, void* checkpoints,
                             cudaStream_t stream) {
-    return with_traits(
-        p, [&](auto traits) { return launch_tiles<decltype(traits)>(p, device, plan, stream); });
+    const TensorPlan ready = plan(p, device);
+    return with_traits(p, [&](auto traits) {
+      return launch_walk<decltype(traits), kWalk>(p, device, ready, checkpoints, stream);
+    });
   }
 };
 
@@ -3588,35 +4755,182 @@ auto with_tensor_kernels(const Params& p, Use use) {
   return use(TensorKernels<Element, float>());
 }
 
+// How tensor cores would walk over p, whether it is worth it or not.
 template <typename Element>
-TensorPlan plan_tensor(const Params& p, const Device& device) {
+TensorPlan plan_walk(const Params& p, const Device& device) {
   return with_tensor_kernels<Element>(p, [&](auto kernels) { return kernels.plan(p, device); });
 }
 
-TensorPlan plan_tensor(const Params& p, const Device& device) {
+TensorPlan plan_walk(const Params& p, const Device& device) {
   switch (p.dtype) {
     case Dtype::kFloat32:
-      return plan_tensor<float>(p, device);
+      return plan_walk<float>(p, device);
     case Dtype::kFloat16:
-      return plan_tensor<__half>(p, device);
+      return plan_walk<__half>(p, device);
     case Dtype::kBFloat16:
-      return plan_tensor<__nv_bfloat16>(p, device);
+      return plan_walk<__nv_bfloat16>(p, device);
     default:
       return TensorPlan();
   }
 }
 
-template <typename Element>
-cudaError_t launch_tensor(const Params& p, cudaStream_t stream) {
+// The same for the forward; segments is 0 if SIMT kernels shall do it.
+TensorPlan plan_tensor(const Params& p, const Device& device) {
+  TensorPlan plan = plan_walk(p, device);
+  if (plan.segments > 0 && !worth_tensor_cores(p, plan, device)) plan.segments = 0;
+  return plan;
+}
+
+template <typename Element, Walk kWalk>
+cudaError_t launch_tensor(const Params& p, void* checkpoints, cudaStream_t stream) {
   Device device;
   const cudaError_t error = device.read();
   if (error != cudaSuccess) return error;
-  const TensorPlan plan = plan_tensor<Element>(p, device);
-  return with_tensor_kernels<Element>(
-      p, [&](auto kernels) { return kernels.launch(p, device, plan, stream); });
+  return with_tensor_kernels<Element>(p, [&](auto kernels) {
+    return decltype(kernels)::template launch<kWalk>(p, device, checkpoints, stream);
+  });
 }
 
-// ---- Backward.
+template <typename Element>
+cudaError_t launch_walks(const Params& p, void* checkpoints, cudaStream_t stream) {
+  return checkpoints == nullptr ? launch_tensor<Element, Walk::kOutputs>(p, nullptr, stream)
+                                : launch_tensor<Element, Walk::kStates>(p, checkpoints, stream);
+}
+
+// ---- Backward on tensor cores.
+
+template <typename Element, typename Gate>
+struct GradientKernels {
+  static constexpr bool kFloat = std::is_same_v<Element, float>;
+  template <int kChannels, int kGroups, int kBlocks>
+  using Tile = GradientTraits<Element, Gate, kChannels, kGroups, kBlocks>;
+  using Tile32 = Tile<32, 1, 4>;
+  using Tile64 = Tile<64, 1, kFloat ? 2 : 3>;
+  using Tile128 = Tile<128, 2, kFloat || sizeof(Gate) == 4 ? 1 : 2>;
+  using Tile256 = Tile<256, sizeof(Gate) == 4 ? 1 : 2, 1>;
+
+  template <class Use>
+  static auto with_traits(const Params& p, Use use) {
+    const int64_t channels = std::max(p.K, p.V);
+    if (channels <= 32) return use(Tile32());
+    if (channels <= 64) return use(Tile64());
+    if constexpr (!kFloat) {
+      if (channels > 128) return use(Tile256());
+    }
+    return use(Tile128());
+  }
+
+  static bool fit(const Params& p, const Device& device) {
+    if (std::max(p.K, p.V) > (kFloat ? 128 : 256)) return false;
+    return with_traits(p, [&](auto traits) { return traits.kBytes <= device.shared_bytes; });
+  }
+
+  static cudaError_t launch(const Params& p, const Gradients& grads, const GradientLaunch& launch,
+                            cudaStream_t stream) {
+    return with_traits(p, [&](auto traits) {
+      using Traits = decltype(traits);
+      const auto kernel = tensor_backward<Traits>;
+      const cudaError_t error = cudaFuncSetAttribute(
+          kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kBytes);
+      if (error != cudaSuccess) return error;
+      const unsigned blocks = static_cast<unsigned>(p.B * p.H * launch.chunks);
+      kernel<<<blocks, Traits::kThreads, Traits::kBytes, stream>>>(p, grads, launch);
+      return cudaGetLastError();
+    });
+  }
+};
+
+template <typename Element, class Use>
+auto with_gradient_kernels(const Params& p, Use use) {
+  if constexpr (sizeof(Element) == 2) {
+    if (p.gate_dtype != Dtype::kFloat32) return use(GradientKernels<Element, Element>());
+  }
+  return use(GradientKernels<Element, float>());
+}
+
+bool gradients_fit(const Params& p, const Device& device) {
+  const auto fit = [&](auto kernels) { return kernels.fit(p, device); };
+  switch (p.dtype) {
+    case Dtype::kFloat32:
+      return with_gradient_kernels<float>(p, fit);
+    case Dtype::kFloat16:
+      return with_gradient_kernels<__half>(p, fit);
+    case Dtype::kBFloat16:
+      return with_gradient_kernels<__nv_bfloat16>(p, fit);
+    default:
+      return false;
+  }
+}
+
+// The problem whose states are the gradients that flow back. Without grads, as far as its plan asks.
+Params flowing_back(const Params& p, const Gradients* grads) {
+  Params back = p;
+  back.k = p.q;
+  back.y = View<int64_t>();
+  if (grads != nullptr) {
+    back.v = grads->dy;
+    back.initial_state = grads->dfinal_state;
+    back.final_state = grads->dinitial_state;
+  }
+  return back;
+}
+
+// Three launches at least stand against one or two: SIMT kernels take about 13 ps for a step of a
+// state's element on an H200, and 100 us for this many. Estimated; not yet measured.
+bool worth_tensor_gradients(const Params& p) {
+  if (forward_kernels != Kernels::kByRule) return forward_kernels == Kernels::kTensorCores;
+  return p.B * p.H * p.T * p.K * p.V >= int64_t{1} << 23;
+}
+
+// Where the tensor-core backward's temporaries lie in its scratch memory, in bytes; total is 0 if
+// it doesn't take the problem.
+struct GradientScratch {
+  int64_t chunks = 0;
+  int64_t states = 0;
+  int64_t flows = 0;
+  int64_t segments = 0;
+  int64_t total = 0;
+
+  GradientScratch(const Params& p, const Device& device) {
+    Params ahead = p;
+    ahead.y = View<int64_t>();
+    const TensorPlan there = plan_walk(ahead, device);
+    const TensorPlan back = plan_walk(flowing_back(p, nullptr), device);
+    chunks = (p.T + kCheckpointSteps - 1) / kCheckpointSteps;
+    if (there.segments == 0 || back.segments == 0 || !gradients_fit(p, device) ||
+        p.B * p.H * chunks > kMaxGridX || !worth_tensor_gradients(p)) {
+      return;
+    }
+    const int64_t blocks = (p.K + 15) / 16 * ((p.V + 15) / 16);
+    const int64_t bytes = p.B * p.H * chunks * blocks * 256 * size_of(p.dtype);
+    flows = states + bytes;
+    segments = flows + bytes;
+    total = segments + std::max(segment_bytes(p, there), segment_bytes(p, back));
+  }
+};
+
+template <typename Element>
+cudaError_t launch_gradients(Params p, const Gradients& grads, void* scratch,
+                             cudaStream_t stream) {
+  Device device;
+  cudaError_t error = device.read();
+  if (error != cudaSuccess) return error;
+  const GradientScratch at(p, device);
+  const auto place = [&](int64_t offset) { return static_cast<char*>(scratch) + offset; };
+  p.scratch = place(at.segments);
+  error = launch_tensor<Element, Walk::kStatesBack>(flowing_back(p, &grads), place(at.flows),
+                                                    stream);
+  if (error != cudaSuccess) return error;
+  GradientLaunch launch;
+  launch.chunks = at.chunks;
+  launch.scale = static_cast<float>(p.scale);
+  launch.states = place(at.states);
+  launch.flows = place(at.flows);
+  return with_gradient_kernels<Element>(
+      p, [&](auto kernels) { return kernels.launch(p, grads, launch, stream); });
+}
+
+// ---- Backward on SIMT kernels.
 
 // All operands that move along the last axis in packs of at most 16 bytes.
 bool moves_in_packs(const Params& p, const Gradients& grads) {
@@ -3874,9 +5188,16 @@ struct BackwardScratch {
 #define GATED_DELTA_IN_PART(number) (GATED_DELTA_PART == number)
 #endif
 
-cudaError_t launch_tensor_float16(const Params& p, cudaStream_t stream);
-cudaError_t launch_tensor_bfloat16(const Params& p, cudaStream_t stream);
-cudaError_t launch_tensor_float32(const Params& p, cudaStream_t stream);
+// Each for one dtype of q: the forward, or with checkpoints the states alone; and the backward.
+cudaError_t launch_tensor_float16(const Params& p, void* checkpoints, cudaStream_t stream);
+cudaError_t launch_tensor_bfloat16(const Params& p, void* checkpoints, cudaStream_t stream);
+cudaError_t launch_tensor_float32(const Params& p, void* checkpoints, cudaStream_t stream);
+cudaError_t launch_gradients_float16(const Params& p, const Gradients& grads, void* scratch,
+                                     cudaStream_t stream);
+cudaError_t launch_gradients_bfloat16(const Params& p, const Gradients& grads, void* scratch,
+                                      cudaStream_t stream);
+cudaError_t launch_gradients_float32(const Params& p, const Gradients& grads, void* scratch,
+                                     cudaStream_t stream);
 
 #if GATED_DELTA_IN_PART(1)
 Kernels forward_kernels = Kernels::kByRule;
@@ -3885,8 +5206,7 @@ Kernels forward_kernels = Kernels::kByRule;
 int64_t forward_scratch_bytes(const Params& p) {
   Device device;
   if (device.read() != cudaSuccess) return 0;
-  const TensorPlan plan = plan_tensor(p, device);
-  return plan.segments > 1 ? p.B * p.H * plan.segments * (p.K + 1) * p.V * 4 : 0;
+  return segment_bytes(p, plan_tensor(p, device));
 }
 
 // Whether launch_forward needs p.partial on the current device: where SIMT kernels take K in slices.
@@ -3903,9 +5223,9 @@ cudaError_t launch_forward(const Params& p, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   const TensorPlan plan = plan_tensor(p, device);
   if (plan.segments > 0) {
-    if (p.dtype == Dtype::kFloat16) return launch_tensor_float16(p, stream);
-    if (p.dtype == Dtype::kBFloat16) return launch_tensor_bfloat16(p, stream);
-    return launch_tensor_float32(p, stream);
+    if (p.dtype == Dtype::kFloat16) return launch_tensor_float16(p, nullptr, stream);
+    if (p.dtype == Dtype::kBFloat16) return launch_tensor_bfloat16(p, nullptr, stream);
+    return launch_tensor_float32(p, nullptr, stream);
   }
   const int processors = device.processors;
   const int64_t rows = max_rows(p.dtype);
@@ -3932,32 +5252,76 @@ cudaError_t launch_forward(const Params& p, cudaStream_t stream) {
 #endif
 
 #if GATED_DELTA_IN_PART(2)
-cudaError_t launch_tensor_float16(const Params& p, cudaStream_t stream) {
-  return launch_tensor<__half>(p, stream);
+cudaError_t launch_tensor_float16(const Params& p, void* checkpoints, cudaStream_t stream) {
+  return launch_walks<__half>(p, checkpoints, stream);
 }
 #endif
 
 #if GATED_DELTA_IN_PART(3)
-cudaError_t launch_tensor_bfloat16(const Params& p, cudaStream_t stream) {
-  return launch_tensor<__nv_bfloat16>(p, stream);
+cudaError_t launch_tensor_bfloat16(const Params& p, void* checkpoints, cudaStream_t stream) {
+  return launch_walks<__nv_bfloat16>(p, checkpoints, stream);
 }
 #endif
 
 #if GATED_DELTA_IN_PART(4)
-cudaError_t launch_tensor_float32(const Params& p, cudaStream_t stream) {
-  return launch_tensor<float>(p, stream);
+cudaError_t launch_tensor_float32(const Params& p, void* checkpoints, cudaStream_t stream) {
+  return launch_walks<float>(p, checkpoints, stream);
 }
 #endif
 
 #if GATED_DELTA_IN_PART(5)
-// Bytes of scratch memory that launch_backward needs.
+namespace {
+
+int64_t gradient_scratch_bytes(const Params& p) {
+  Device device;
+  return device.read() == cudaSuccess ? GradientScratch(p, device).total : 0;
+}
+
+}  // namespace
+
+// Bytes of scratch memory that launch_backward needs on the current device.
 int64_t backward_scratch_bytes(const Params& p) {
+  const int64_t bytes = gradient_scratch_bytes(p);
+  if (bytes > 0) return bytes;
   return BackwardScratch(p).total * (p.dtype == Dtype::kFloat64 ? 8 : 4);
+}
+
+// The dtype in which it writes the gate's gradient.
+Dtype gate_gradient_dtype(const Params& p) {
+  if (gradient_scratch_bytes(p) > 0) return p.gate_dtype;
+  return p.dtype == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32;
+}
+
+// Does it want this dy as a contiguous copy? Of zeros, where there is none.
+bool backward_wants_copy(const Params& p, const View<int64_t>& dy) {
+  if (gradient_scratch_bytes(p) == 0) return false;
+  return dy.data == nullptr || !moves_in_chunks(dy, p, size_of(p.dtype));
 }
 
 // Computes the gradients that `grads` has a place for. Nothing may be empty.
 cudaError_t launch_backward(const Params& p, const Gradients& grads, void* scratch,
                             cudaStream_t stream) {
+  if (gradient_scratch_bytes(p) > 0) {
+    // States first, from where the forward's kernels are; checkpoints lie at the beginning.
+    Device device;
+    cudaError_t error = device.read();
+    if (error != cudaSuccess) return error;
+    Params ahead = p;
+    ahead.y = View<int64_t>();
+    ahead.final_state = View<int64_t>();
+    ahead.scratch = static_cast<char*>(scratch) + GradientScratch(p, device).segments;
+    switch (p.dtype) {
+      case Dtype::kFloat16:
+        error = launch_tensor_float16(ahead, scratch, stream);
+        return error == cudaSuccess ? launch_gradients_float16(p, grads, scratch, stream) : error;
+      case Dtype::kBFloat16:
+        error = launch_tensor_bfloat16(ahead, scratch, stream);
+        return error == cudaSuccess ? launch_gradients_bfloat16(p, grads, scratch, stream) : error;
+      default:
+        error = launch_tensor_float32(ahead, scratch, stream);
+        return error == cudaSuccess ? launch_gradients_float32(p, grads, scratch, stream) : error;
+    }
+  }
   const BackwardScratch at(p);
   const int accum = p.dtype == Dtype::kFloat64 ? 8 : 4;
   const auto place = [&](int64_t element) { return static_cast<char*>(scratch) + element * accum; };
@@ -3985,7 +5349,27 @@ cudaError_t launch_backward(const Params& p, const Gradients& grads, void* scrat
   if (p.dtype == Dtype::kFloat64) return BackwardKernels<double>::launch(p, grads, launch, stream);
   return BackwardKernels<float>::launch(p, grads, launch, stream);
 }
+#endif
 
+#if GATED_DELTA_IN_PART(6)
+cudaError_t launch_gradients_float16(const Params& p, const Gradients& grads, void* scratch,
+                                     cudaStream_t stream) {
+  return launch_gradients<__half>(p, grads, scratch, stream);
+}
+#endif
+
+#if GATED_DELTA_IN_PART(7)
+cudaError_t launch_gradients_bfloat16(const Params& p, const Gradients& grads, void* scratch,
+                                      cudaStream_t stream) {
+  return launch_gradients<__nv_bfloat16>(p, grads, scratch, stream);
+}
+#endif
+
+#if GATED_DELTA_IN_PART(8)
+cudaError_t launch_gradients_float32(const Params& p, const Gradients& grads, void* scratch,
+                                     cudaStream_t stream) {
+  return launch_gradients<float>(p, grads, scratch, stream);
+}
 #endif
 
 }  // namespace gated_delta
@@ -5098,7 +6482,7 @@ PyMODINIT_FUNC GATED_DELTA_INIT(TORCH_EXTENSION_NAME)() {
 
 _CXX_FLAGS = ["-O3"]
 _NVCC_FLAGS = ["-O3"]
-_CUDA_PARTS, _CPP_PARTS = 5, 3  # of the sources, see GATED_DELTA_PART there
+_CUDA_PARTS, _CPP_PARTS = 8, 3  # of the sources, see GATED_DELTA_PART there
 
 
 def _library_hash() -> str:

@@ -7,6 +7,7 @@ cudaError_t launch_backward(const Params& p, const Gradients& grads, void* scrat
 
 cudaError_t call_backward(Problem& p) {
   const Params a = shared_arguments(p);
+  gated_delta::forward_kernels = p.s.segments > 0 ? gated_delta::Kernels::kTensorCores : gated_delta::Kernels::kSimt;
   gated_delta::Gradients g;
   g.dy = p.dy.view();
   g.dfinal_state = p.dfinal.view();

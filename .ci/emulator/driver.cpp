@@ -342,7 +342,9 @@ struct Problem {
       if (s.wants_dq) dq.make("dq", s.dtype, {s.B, s.T, s.H, s.K}, output_layout());
       if (s.wants_dk) dk.make("dk", s.dtype, {s.B, s.T, s.H, s.K}, output_layout());
       if (s.wants_dv) dv.make("dv", s.dtype, {s.B, s.T, s.H, s.V}, output_layout());
-      if (s.wants_dgate) dgate.make("dgate", accum, {s.B, s.T, s.H, s.V}, output_layout());
+      // Tensor cores leave the gate's gradient in the gate's dtype.
+      const Dtype of_gate = s.segments > 0 ? s.gate_dtype : accum;
+      if (s.wants_dgate) dgate.make("dgate", of_gate, {s.B, s.T, s.H, s.V}, output_layout());
       if (s.wants_dinitial) dinitial.make("dinitial", accum, {s.B, s.H, s.K, s.V}, output_layout());
     }
     for (Operand* x : inputs()) {
@@ -576,11 +578,12 @@ std::string run_case(const Spec& spec, bool backward, const std::vector<int>& sc
     if (spec.segments > 0 && (emu::arch == 900 || emu::counts.products > products)) {
       if (emu::counts.products == products) return label + "meant for tensor cores, but they weren't used";
       const uint64_t kernels = emu::counts.launches - launches;
-      if (kernels != (spec.segments > 1 ? 3 : 1)) return label + std::to_string(kernels) + " kernels: not the segments meant";
+      const uint64_t walk = spec.segments > 1 ? 3 : 1;
+      if (kernels != (backward ? 2 * walk + 1 : walk)) return label + std::to_string(kernels) + " kernels: not the segments meant";
       const size_t scratch = spec.segments > 1 ? spec.B * spec.H * spec.segments * (spec.K + 1) * spec.V : 0;
       size_t got = 0;
       for (Operand& x : p.workspaces) got += x.name == "scratch" ? x.elements() : 0;
-      if (got != scratch) return label + "scratch for " + std::to_string(got) + " numbers, " + std::to_string(scratch) + " expected";
+      if (!backward && got != scratch) return label + "scratch for " + std::to_string(got) + " numbers, " + std::to_string(scratch) + " expected";
     }
     for (Operand* x : p.inputs()) if (x->used() && !x->unchanged()) return label + "input " + x->name + " was modified";
     if (!first.empty()) {
@@ -696,7 +699,7 @@ std::vector<Spec> all_cases(bool backward, uint64_t seed, int rounds) {
 }
 
 // Of the tensor cores' kernel: every tile, pair of types, end of a chunk; with few processors small problems reach it.
-std::vector<Spec> tensor_cases(uint64_t seed) {
+std::vector<Spec> tensor_cases(bool backward, uint64_t seed) {
   struct Size { i64 B, T, H, K, V; int processors, segments; };
   const Dtype half = Dtype::kFloat16, bfloat = Dtype::kBFloat16, single = Dtype::kFloat32;
   const Size halves[] = {
@@ -727,6 +730,8 @@ std::vector<Spec> tensor_cases(uint64_t seed) {
     s.gate_dtype = gate;
     s.has_initial = plain || rng.chance(0.5);
     s.wants_final = plain || rng.chance(0.5);
+    s.has_dfinal = backward && (plain || rng.chance(0.5));
+    s.wants_dinitial = backward && (plain || rng.chance(0.5));
     s.strided = !plain && rng.chance(0.7);
     s.strided_outputs = !plain && rng.chance(0.3);
     s.log_gate = !plain && rng.chance(0.3);
@@ -839,10 +844,8 @@ int main(int argc, char** argv) {
   if (rounds < 0) rounds = backward ? 1 : 2;
   std::vector<Spec> cases = all_cases(backward, seed, rounds);
 #ifdef EMU_FORWARD_SCRATCH
-  if (!backward) {
-    const std::vector<Spec> more = tensor_cases(seed);
-    cases.insert(cases.end(), more.begin(), more.end());
-  }
+  const std::vector<Spec> more = tensor_cases(backward, seed);
+  cases.insert(cases.end(), more.begin(), more.end());
 #endif
   int ran = 0, failed = 0;
   i64 mine = 0;

@@ -220,6 +220,13 @@ template <class T> __attribute__((no_sanitize("thread"), noinline)) T atomicAdd(
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+// Byte n of the result is the one of a (0 to 3) and b (4 to 7) that the selector's nibble n names.
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const uint64_t bytes = a | static_cast<uint64_t>(b) << 32;
+  unsigned result = 0;
+  for (int n = 0; n < 4; ++n) result |= static_cast<unsigned>(bytes >> (selector >> 4 * n & 7) * 8 & 0xff) << 8 * n;
+  return result;
+}
 inline float __fmul_rz(float a, float b) { const double x = static_cast<double>(a) * b; float y = static_cast<float>(x); if (std::fabs(static_cast<double>(y)) > std::fabs(x)) y = std::nextafter(y, 0.0f); return y; }
 inline float __expf(float x) { return expf(x); }
 inline float __frcp_rn(float x) { return 1 / x; }

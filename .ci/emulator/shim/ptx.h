@@ -27,6 +27,16 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t address, cons
   ::emu::store_matrices(from, 4, true, address);
 }
 
+// Row l / 4 of the transposed matrix is column l / 4 of the lanes' own.
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t from) {
+  const int row = threadIdx.x % 32 / 4;
+  const int column = threadIdx.x % 4 * 2;
+  const uint32_t first = __shfl_sync(~0u, from, column * 4 + row / 2);
+  const uint32_t second = __shfl_sync(~0u, from, (column + 1) * 4 + row / 2);
+  const int shift = row % 2 * 16;
+  return (first >> shift & 0xffffu) | (second >> shift) << 16;
+}
+
 template <typename Element>
 __device__ __forceinline__ void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   ::emu::mma(::emu::mma_kind<Element>(16), c, a, b0, b1);
