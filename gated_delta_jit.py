@@ -991,7 +991,7 @@ struct TensorTraits {
   // What the warps of a pair tell each other, twice as well: values carried to the end of a tile,
   // its decays, and sums for the other one's outputs. Values have v's place if they fit there, and
   // outputs then gate's.
-  static constexpr int kDecaysBytes = kParts == 1 ? 0 : kWarps * 64;
+  static constexpr int kDecaysBytes = kParts == 1 ? 0 : (kWarps + kGroups) * 64;
   static constexpr int kSumsBytes = kParts == 1 ? 0 : kWarps * 1024;
   static constexpr int kOtherBytes = 2 * (kProducts * kProductBytes + kDecaysBytes + kSumsBytes);
 };
@@ -1572,6 +1572,7 @@ struct TimeTile {
   Operand<Element> plain[4];  // v as it came
   float pair[2][2];           // products of gates: of a pair of steps
   float decay[2];             // of the whole tile
+  float first[2];             // in a walk back: the chunk's first gate, which then counts as 1
   float before_eight[2];      // of the four steps before the lane's own in its eight; else 1
   float after_eight[2];       // of the four steps after them; else 1
   float before_sixteen[2];    // of the eight steps before the lane's own eight in the tile; else 1
@@ -1648,6 +1649,16 @@ struct TimeTile {
       factor[0][2 * h + 1] = first * pair[0][h];
       factor[1][2 * h] = second * gate[1][h][0];
       factor[1][2 * h + 1] = second * pair[1][h];
+    }
+  }
+
+  // A chunk's first gate scales all that goes back beyond it: a factor that may be tiny, and shall
+  // not make the values so before they are rounded.
+  __device__ __forceinline__ void set_first_gate_aside() {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      first[h] = __shfl_sync(~0u, gate[0][h][0], threadIdx.x % 32 & ~3);
+      if (threadIdx.x % 4 == 0) gate[0][h][0] = 1;
     }
   }
 
@@ -1738,6 +1749,7 @@ struct ChunkPlan {
   static constexpr int kTiles = Traits::kTiles;
   float value[kTiles][2][2][2];  // carried to the chunk's end
   float decay[2];
+  float first[2];  // see TimeTile
   float factor[kTiles][2][4];
   float inside[kTiles][2][4];
 
@@ -1786,7 +1798,10 @@ struct ChunkPlan {
       value[u][n / 4][h][n % 2] = tile.value[n / 4][h][n % 2];
     }
 #pragma unroll
-    for (int h = 0; h < 2; ++h) decay[h] = u == 0 ? tile.decay[h] : decay[h] * tile.decay[h];
+    for (int h = 0; h < 2; ++h) {
+      decay[h] = u == 0 ? tile.decay[h] : decay[h] * tile.decay[h];
+      if constexpr (kBack && u == 0) first[h] = tile.first[h];
+    }
   }
 };
 
@@ -1877,7 +1892,6 @@ struct Checkpoints {
 };
 
 // ---- The kernel.
-//
 // In one turn of the loop a warp takes the state past one chunk, makes the plan of the next, and
 // its share of P for the one after: three strands that don't wait for each other.
 
@@ -1986,6 +2000,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
     }
   }
   float segment_decay[2] = {1, 1};
+  float pending[2] = {1, 1};  // in a walk back: the last chunk's first gate, by which to multiply
 
   const RowFragments<Traits> rows;
   const RowFragments<Traits> own_rows = rows.rows_from(part * kOwnSixteens);
@@ -2024,6 +2039,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
 #pragma unroll
       for (int n = 0; n < kCount; ++n) finish_gates(tiles[n], left - 16 * n);
     }
+    if (kBack && u == 0) tiles[0].set_first_gate_aside();
 #pragma unroll
     for (int n = 0; n < kCount; ++n) tiles[n].multiply_gates();
   };
@@ -2188,8 +2204,13 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
 #pragma unroll
     for (int kk = 0; kk < kOwnSixteens; ++kk) {
       const int block = part * kOwnSixteens + kk;
+      float out[2][4];
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        out[n / 4][n % 4] = state[2 * kk + n / 4][n % 4] * (kBack ? pending[n / 2 % 2] : 1.0f);
+      }
       if (block < checkpoints.row_blocks)
-        checkpoints.store(to + block * checkpoints.kBlock, state[2 * kk], state[2 * kk + 1]);
+        checkpoints.store(to + block * checkpoints.kBlock, out[0], out[1]);
     }
   };
 
@@ -2235,6 +2256,13 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       const uint32_t next = next_stage(chunk, stage);
       const uint32_t after_next = next_stage(chunk + 1, next);
       if constexpr (kStateOnly) store_checkpoint(chunk);
+      if constexpr (kBack) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          plan.decay[h] *= pending[h];
+          pending[h] = plan.first[h];
+        }
+      }
       TimeTile<Traits> tiles[Traits::kEarly ? kTiles : 1];
       if constexpr (Traits::kEarly) load_gates(tiles, 0, chunk + 1, next);
 
@@ -2453,6 +2481,8 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       store_shared(to ^ kFlip,
                    make_float4(value[1][0][0], value[1][0][1], value[1][1][0], value[1][1][1]));
       if (quad == 0) store_shared(decay_at(part, chunk), make_float2(tile.decay[0], tile.decay[1]));
+      if (kBack && quad == 0 && part == 0)
+        store_shared(decay_at(2, chunk), make_float2(tile.first[0], tile.first[1]));
     };
     const auto send_sums = [&](const float (&a)[4], const float (&b)[4], int chunk) {
       const uint32_t to = sums_at(part, chunk);
@@ -2541,7 +2571,14 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       const float2 first_decay = load_shared<float2>(decay_at(0, chunk));
       const float2 second_decay = load_shared<float2>(decay_at(1, chunk));
       const float first[2] = {first_decay.x, first_decay.y};
-      const float second[2] = {second_decay.x, second_decay.y};
+      float second[2] = {second_decay.x, second_decay.y};
+      if constexpr (kBack) {
+        const float2 next_pending = load_shared<float2>(decay_at(2, chunk));
+        second[0] *= pending[0];
+        second[1] *= pending[1];
+        pending[0] = next_pending.x;
+        pending[1] = next_pending.y;
+      }
 
       if constexpr (!kStateOnly) {
         // To the second tile also the first one's values.
@@ -2580,6 +2617,13 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       stage = next;
     }
     if constexpr (!kStateOnly) copy_outputs(chunks, stage);
+  }
+
+  if constexpr (kBack) {
+#pragma unroll
+    for (int n = 0; n < 8 * kOwnSixteens; ++n) state[n / 4][n % 4] *= pending[n / 2 % 2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) segment_decay[h] *= pending[h];
   }
 
   // ---- The state after the last step. No registers are left to remember where it goes.
