@@ -1397,8 +1397,8 @@ struct ColumnFragments {
   uint32_t at[2];  // of a matrix row; or of the elements e = 0 and 1
   int first_chunk;
 
-  __device__ __forceinline__ explicit ColumnFragments(int first_column) {
-    const int lane = threadIdx.x % 32;
+  __device__ __forceinline__ explicit ColumnFragments(int first_column,
+                                                      int lane = threadIdx.x % 32) {
     if constexpr (sizeof(T) == 4) {
       at[0] = Tile::element(lane % 4 * 2, first_column + lane / 4);
       at[1] = Tile::element(lane % 4 * 2 + 1, first_column + lane / 4);
@@ -1859,12 +1859,12 @@ constexpr int kCheckpointSteps = 64;
 template <typename Element>
 struct Checkpoints {
   static constexpr int kBlock = 256;  // elements
-  int64_t count;                      // for each (batch, head)
+  int count;                          // for each (batch, head)
   int row_blocks;
   int column_blocks;
 
   __device__ __forceinline__ explicit Checkpoints(const Params& p)
-      : count((p.T + kCheckpointSteps - 1) / kCheckpointSteps),
+      : count(static_cast<int>((p.T + kCheckpointSteps - 1) / kCheckpointSteps)),
         row_blocks(static_cast<int>((p.K + 15) / 16)),
         column_blocks(static_cast<int>((p.V + 15) / 16)) {}
 
@@ -3483,7 +3483,7 @@ struct GradientTraits {
 };
 
 struct GradientLaunch {
-  int64_t chunks = 1;  // of time, for each (batch, head)
+  unsigned chunks = 1;  // of time, for each (batch, head)
   float scale = 1;
   const void* states = nullptr;  // checkpoints
   const void* flows = nullptr;
@@ -3599,6 +3599,48 @@ struct LaneTile {
   }
 };
 
+// The same numbers in as few registers as hold them, once they have been Elements.
+template <typename Element>
+struct KeptTile {
+  uint32_t words[sizeof(Element) * 2];
+
+  __device__ __forceinline__ explicit KeptTile(const LaneTile& from) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const float(&pair)[2] = from.at[n / 2][n % 2];
+      if constexpr (sizeof(Element) == 4) {
+        words[2 * n] = __float_as_uint(pair[0]);
+        words[2 * n + 1] = __float_as_uint(pair[1]);
+      } else {
+        words[n] = make_operand<Element>(pair[0], pair[1]).bits;
+      }
+    }
+    // Or else the compiler sees that it has them in the other form too, and keeps that.
+#pragma unroll
+    for (uint32_t& word : words) keep(word);
+  }
+  __device__ __forceinline__ LaneTile tile() const {
+    LaneTile result;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      float2 pair;
+      if constexpr (sizeof(Element) == 4) {
+        pair = make_float2(__uint_as_float(words[2 * n]), __uint_as_float(words[2 * n + 1]));
+      } else {
+        pair = unpack<Element>(words[n]);
+      }
+      result.at[n / 2][n % 2][0] = pair.x;
+      result.at[n / 2][n % 2][1] = pair.y;
+    }
+    return result;
+  }
+};
+
+__device__ __forceinline__ void multiply_columns(float (&x)[2][4], float2 factor) {
+#pragma unroll
+  for (int n = 0; n < 8; ++n) x[n / 4][n % 4] *= n / 2 % 2 == 0 ? factor.x : factor.y;
+}
+
 // Sum over the lanes that share columns.
 __device__ __forceinline__ float sum_over_steps(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
@@ -3684,23 +3726,29 @@ struct GradientTile {
     }
   }
 
-  // v carried to the tile's end, dy to its beginning.
-  __device__ __forceinline__ LaneTile v_at_end() const {
-    return v_ahead.times(time.after_eight).times(time.after_sixteen);
+  // v carried to the tile's end and by more gates, dy to its beginning.
+  __device__ __forceinline__ LaneTile v_at_end(const float (&more)[2]) const {
+    const float factor[2] = {time.after_eight[0] * time.after_sixteen[0] * more[0],
+                             time.after_eight[1] * time.after_sixteen[1] * more[1]};
+    return v_ahead.times(factor);
   }
-  __device__ __forceinline__ LaneTile dy_at_start() const {
-    return dy_back.times(time.before_eight).times(time.before_sixteen);
+  __device__ __forceinline__ LaneTile dy_at_start(const float (&more)[2]) const {
+    const float factor[2] = {time.before_eight[0] * time.before_sixteen[0] * more[0],
+                             time.before_eight[1] * time.before_sixteen[1] * more[1]};
+    return dy_back.times(factor);
   }
 
-  // From the tile's z, w and e to those of its steps; m takes in the tile's own block of M without
-  // scale. z and w become the gradients of the gate and of v.
+  // From the tile's z, w and e to those of a lane's four steps; m takes in its part of the tile's own
+  // block of M, without scale.
   __device__ __forceinline__ void descend(float (&z)[2][4], float (&w)[2][4], float (&e)[2],
                                           LevelSums<Element>& m, const Products<Element>& p,
-                                          const Products<Element>& p_back,
-                                          const LevelMasks<Element>& masks,
-                                          const BackMasks<Element>& back_masks) const {
-    const int group = threadIdx.x % 32 / 4;
-    const int quad = threadIdx.x % 4;
+                                          const Products<Element>& p_back) const {
+    uint32_t lane = threadIdx.x % 32;
+    keep(lane);  // masks are quickly made: registers are worth more
+    const int group = lane / 4;
+    const int quad = lane % 4;
+    const LevelMasks<Element> masks(group, quad);
+    const BackMasks<Element> back_masks(group, quad);
     Operand<Element> dy_left[4];
     Operand<Element> v_right[4];
 
@@ -3713,8 +3761,8 @@ struct GradientTile {
       add_level(w, dy_here, p_back, back_masks.whole);
       transpose_left<Element>(dy_left, dy_here);
       transpose_right<Element>(v_right, v_here);
-      const bool keep = quad < 2 && group >= 4;
-      m.add(dy_left, v_right, [&](int, int) { return keep; });
+      const bool kept = quad < 2 && group >= 4;
+      m.add(dy_left, v_right, [&](int, int) { return kept; });
     }
     // ---- Four from four.
     {
@@ -3723,81 +3771,8 @@ struct GradientTile {
       add_level(w, dy_back, p_back, back_masks.eight);
       transpose_left<Element>(dy_left, dy_back);
       transpose_right<Element>(v_right, v_ahead);
-      const bool keep = quad % 2 == 0 && group / 2 == quad + 1;
-      m.add(dy_left, v_right, [&](int, int) { return keep; });
-    }
-    // ---- Two from two: from here on within a lane.
-    float each[2][2];  // e of the lane's pairs
-    {
-      LaneTile v_here = v;
-      LaneTile dy_here = dy;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        v_here.at[0][h][0] *= time.gate[0][h][1];
-        dy_here.at[1][h][0] *= time.gate[1][h][0];
-        dy_here.at[1][h][1] *= time.pair[1][h];
-        each[0][h] = time.pair[1][h] * e[h] + dy_here.at[1][h][0] * z[1][2 * h] +
-                     dy_here.at[1][h][1] * z[1][2 * h + 1];
-        each[1][h] = time.pair[0][h] * e[h] + v_here.at[0][h][0] * w[0][2 * h] +
-                     v_here.at[0][h][1] * w[0][2 * h + 1];
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-          z[1][2 * h + n] *= time.pair[0][h];
-          w[0][2 * h + n] *= time.pair[1][h];
-        }
-      }
-      Operand<Element> v_left[4];
-      Operand<Element> dy_right[4];
-      v_here.operand(v_left);
-      dy_here.operand(dy_right);
-      add_8(z[1], v_left[0], v_left[1], masks.quad.of(p.at[1]));
-      add_8(w[0], dy_right[2], dy_right[3], back_masks.quad.of(p_back.at[2]));
-      transpose_left<Element>(dy_left, dy_here);
-      transpose_right<Element>(v_right, v_here);
-      const bool keep = group / 2 == quad;
-      m.add(dy_left, v_right, [&](int n, int c) { return n == 0 && c >= 2 && keep; });
-    }
-    // ---- One from one, and each step's own.
-    Operand<Element> v_left[4];
-    Operand<Element> own_left[4];
-    LaneTile dy_here = dy;
-    float gradient[2][4];
-#pragma unroll
-    for (int s = 0; s < 2; ++s) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float(&gate)[2] = time.gate[s][h];
-        dy_here.at[s][h][1] *= gate[1];
-        const float first = gate[1] * each[s][h] + dy_here.at[s][h][1] * z[s][2 * h + 1];
-        const float second = gate[0] * each[s][h] + v.at[s][h][0] * w[s][2 * h];
-        gradient[s][2 * h] = first;
-        gradient[s][2 * h + 1] = second;
-        z[s][2 * h + 1] *= gate[0];
-        w[s][2 * h] *= gate[1];
-      }
-    }
-    v.operand(v_left);
-    dy.operand(own_left);
-    Operand<Element> dy_right[4];
-    dy_here.operand(dy_right);
-#pragma unroll
-    for (int s = 0; s < 2; ++s) {
-      add_8(z[s], v_left[2 * s], v_left[2 * s + 1], masks.pair.of(p.at[3 * s]));
-      add_8(w[s], dy_right[2 * s], dy_right[2 * s + 1], back_masks.pair.of(p_back.at[3 * s]));
-      add_8(w[s], own_left[2 * s], own_left[2 * s + 1], masks.same.of(p_back.at[3 * s]));
-    }
-    transpose_right<Element>(v_right, v);
-    transpose_left<Element>(dy_left, dy_here);
-    m.add(dy_left, v_right,
-          [&](int n, int c) { return c == 2 * n && group == 2 * quad + 1; });
-    transpose_left<Element>(dy_left, dy);
-    m.add(dy_left, v_right,
-          [&](int n, int c) { return c / 2 == n && group == 2 * quad + c % 2; });
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      const int s = n / 4;
-      const int c = n % 4;
-      z[s][c] = fmaf(dy.at[s][c / 2][c % 2], z[s][c], gradient[s][c]);
+      const bool kept = quad % 2 == 0 && group / 2 == quad + 1;
+      m.add(dy_left, v_right, [&](int, int) { return kept; });
     }
   }
 
@@ -3834,11 +3809,107 @@ struct GradientTile {
   }
 };
 
+// From z, w and e of a lane's four steps to those of each; z and w become the gradients of the gate
+// and of v.
+template <typename Element>
+__device__ __forceinline__ void descend_in_lane(float (&z)[2][4], float (&w)[2][4], float (&e)[2],
+                                                LevelSums<Element>& m,
+                                                const Products<Element>& p,
+                                                const Products<Element>& p_back, const LaneTile& v,
+                                                const LaneTile& dy,
+                                                const float (&gate)[2][2][2]) {
+  uint32_t lane = threadIdx.x % 32;
+  keep(lane);
+  const int group = lane / 4;
+  const int quad = lane % 4;
+  const LevelMasks<Element> masks(group, quad);
+  const BackMasks<Element> back_masks(group, quad);
+  float pair[2][2];
+#pragma unroll
+  for (int n = 0; n < 4; ++n) pair[n / 2][n % 2] = gate[n / 2][n % 2][0] * gate[n / 2][n % 2][1];
+  Operand<Element> dy_left[4];
+  Operand<Element> v_right[4];
+
+  // ---- Two from two: from here on within a lane.
+  float each[2][2];  // e of the lane's pairs
+  {
+    LaneTile v_here = v;
+    LaneTile dy_here = dy;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      v_here.at[0][h][0] *= gate[0][h][1];
+      dy_here.at[1][h][0] *= gate[1][h][0];
+      dy_here.at[1][h][1] *= pair[1][h];
+      each[0][h] = pair[1][h] * e[h] + dy_here.at[1][h][0] * z[1][2 * h] +
+                   dy_here.at[1][h][1] * z[1][2 * h + 1];
+      each[1][h] = pair[0][h] * e[h] + v_here.at[0][h][0] * w[0][2 * h] +
+                   v_here.at[0][h][1] * w[0][2 * h + 1];
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        z[1][2 * h + n] *= pair[0][h];
+        w[0][2 * h + n] *= pair[1][h];
+      }
+    }
+    Operand<Element> v_left[4];
+    Operand<Element> dy_right[4];
+    v_here.operand(v_left);
+    dy_here.operand(dy_right);
+    add_8(z[1], v_left[0], v_left[1], masks.quad.of(p.at[1]));
+    add_8(w[0], dy_right[2], dy_right[3], back_masks.quad.of(p_back.at[2]));
+    transpose_left<Element>(dy_left, dy_here);
+    transpose_right<Element>(v_right, v_here);
+    const bool kept = group / 2 == quad;
+    m.add(dy_left, v_right, [&](int n, int c) { return n == 0 && c >= 2 && kept; });
+  }
+  // ---- One from one, and each step's own.
+  Operand<Element> v_left[4];
+  Operand<Element> own_left[4];
+  LaneTile dy_here = dy;
+  float gradient[2][4];
+#pragma unroll
+  for (int s = 0; s < 2; ++s) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float(&two)[2] = gate[s][h];
+      dy_here.at[s][h][1] *= two[1];
+      const float first = two[1] * each[s][h] + dy_here.at[s][h][1] * z[s][2 * h + 1];
+      const float second = two[0] * each[s][h] + v.at[s][h][0] * w[s][2 * h];
+      gradient[s][2 * h] = first;
+      gradient[s][2 * h + 1] = second;
+      z[s][2 * h + 1] *= two[0];
+      w[s][2 * h] *= two[1];
+    }
+  }
+  v.operand(v_left);
+  dy.operand(own_left);
+  Operand<Element> dy_right[4];
+  dy_here.operand(dy_right);
+#pragma unroll
+  for (int s = 0; s < 2; ++s) {
+    add_8(z[s], v_left[2 * s], v_left[2 * s + 1], masks.pair.of(p.at[3 * s]));
+    add_8(w[s], dy_right[2 * s], dy_right[2 * s + 1], back_masks.pair.of(p_back.at[3 * s]));
+    add_8(w[s], own_left[2 * s], own_left[2 * s + 1], masks.same.of(p_back.at[3 * s]));
+  }
+  transpose_right<Element>(v_right, v);
+  transpose_left<Element>(dy_left, dy_here);
+  m.add(dy_left, v_right,
+        [&](int n, int c) { return c == 2 * n && group == 2 * quad + 1; });
+  transpose_left<Element>(dy_left, dy);
+  m.add(dy_left, v_right,
+        [&](int n, int c) { return c / 2 == n && group == 2 * quad + c % 2; });
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    const int s = n / 4;
+    const int c = n % 4;
+    z[s][c] = fmaf(dy.at[s][c / 2][c % 2], z[s][c], gradient[s][c]);
+  }
+}
+
 // Writes 16 steps of a warp's 16 columns from shared to global memory. `first`: of the tile's
 // channels, a multiple of 16.
 template <typename T, class Tile>
 __device__ __forceinline__ void copy_tile_out(const View<int64_t>& out, int64_t batch, int64_t step,
-                                              int64_t head, int64_t column, int64_t steps,
+                                              int64_t head, int64_t column, int steps,
                                               int64_t columns, uint32_t tile, int first) {
   constexpr int kElements = 16 / sizeof(T);
   constexpr int kChunks = 16 / kElements;
@@ -3901,7 +3972,7 @@ __device__ __forceinline__ void multiply_states(
     float (&to)[Traits::kOwnTiles][2][4], const typename Traits::Element* blocks,
     const Checkpoints<typename Traits::Element>& checkpoints, uint32_t tiles) {
   using Element = typename Traits::Element;
-  constexpr int kAtOnce = 4;
+  constexpr int kAtOnce = Traits::kFloat ? 2 : 4;
   const RowFragments<OperandTile<Element, typename Traits::RowTile>> rows;
 #pragma unroll
   for (int n = 0; n < 8 * Traits::kOwnTiles; ++n) to[n / 8][n / 4 % 2][n % 4] = 0;
@@ -3954,12 +4025,12 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
   const int quad = lane % 4;
   const int tile = warp % kTiles;
   const int column_group = warp / kTiles;
-  const int64_t chunk = blockIdx.x % launch.chunks;
-  const int64_t pair = blockIdx.x / launch.chunks;
-  const int64_t batch = pair / p.H;
-  const int64_t head = pair % p.H;
-  const int64_t start = chunk * Traits::kSteps;
-  const int steps = static_cast<int>(min(p.T - start, int64_t{Traits::kSteps}));
+  const int chunk = blockIdx.x % launch.chunks;
+  const int pair = blockIdx.x / launch.chunks;
+  const int batch = pair / static_cast<int>(p.H);
+  const int head = pair % static_cast<int>(p.H);
+  const int start = chunk * Traits::kSteps;
+  const int steps = min(static_cast<int>(p.T) - start, Traits::kSteps);
   const Checkpoints<Element> checkpoints(p);
   const auto states_at = [&](int64_t columns) {
     return checkpoints.at(static_cast<const Element*>(launch.states), pair, chunk, columns);
@@ -4020,8 +4091,6 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
   __syncthreads();
 
   // ---- Columns, 16 at a time.
-  const LevelMasks<Element> masks(group, quad);
-  const BackMasks<Element> back_masks(group, quad);
   const uint32_t v_sides = shared + Traits::kOfSides + column_group * 2 * Traits::kSides;
   const uint32_t dy_sides = v_sides + Traits::kSides;
   // Results turn in place of what the warps told each other, or where floats have more room.
@@ -4033,8 +4102,6 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
     const int block = of_group * Traits::kBlocksOfM + later * (later - 1) / 2 + earlier;
     return shared + Traits::kOfSums + block * Traits::kSumBytes + lane * 16;
   };
-  const ColumnFragments<Element, SideTile> own_side(16 * tile);
-  const ColumnFragments<Gate, typename Traits::SideGate> own_side_gate(16 * tile);
   const RowFragments<OperandTile<Element, SideTile>> sides;
   const int step = 16 * tile;
   const uint32_t q_tile = shared + tile * kRowTile;
@@ -4047,40 +4114,47 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
   for (int turn = 0; turn < turns; ++turn) {
     const int columns = turn * kGroups + column_group;
     const bool exists = columns < checkpoints.column_blocks;
+    // Addresses are quickly made: registers are worth more.
+    int lane_now = lane;
+    keep(lane_now);
+    const ColumnFragments<Element, SideTile> own_side(16 * tile, lane_now);
+    const ColumnFragments<Gate, typename Traits::SideGate> own_side_gate(16 * tile, lane_now);
     // Numbers of the columns: what tiles tell each other.
     const uint32_t numbers =
         shared + Traits::kOfNumbers + (turn % 2 * kGroups + column_group) * Traits::kNumberBytes;
-    const auto number_at = [&](int number, int h) {
-      return numbers + (number * 16 + group + 8 * h) * 4;
-    };
+    const uint32_t own_numbers = numbers + group * 8;
     constexpr int kDecay = 0;           // of each tile
     constexpr int kForFirst = kTiles;   // of each tile: what it adds to e of those before it
     constexpr int kOfState = 2 * kTiles;  // e of the chunk, in parts
     constexpr int kForLater = 3 * kTiles;  // of each pair of tiles
-    const auto read_number = [&](int number, int h) {
-      return load_shared<float>(number_at(number, h));
+    // Of columns group and group + 8.
+    const auto read_numbers = [&](int number) {
+      return load_shared<float2>(own_numbers + number * 64);
     };
     const auto write_numbers = [&](int number, const float (&values)[2]) {
-      if (quad != 0) return;
-      store_shared(number_at(number, 0), values[0]);
-      store_shared(number_at(number, 1), values[1]);
+      if (quad == 0) store_shared(own_numbers + number * 64, make_float2(values[0], values[1]));
     };
 
     // The tile's part of v, dy and the gate.
+    const auto load_gates = [&](float (&gates)[2][2][2]) {
+      Operand<Gate> unused[4];
+      const ColumnFragments<Gate, typename Traits::GateTile> own_gate(16 * columns, lane_now);
+      own_gate.load(gates, unused, gate_tile);
+      if (__builtin_expect(p.log_gate || step + 16 > steps, 0)) {
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          float& gate = gates[n / 4][n / 2 % 2][n % 2];
+          if (p.log_gate) gate = expf(gate);
+          if (step + 4 * quad + n / 4 * 2 + n % 2 >= steps) gate = 1.0f;
+        }
+      }
+    };
     const auto load = [&](GradientTile<Traits>& at) {
       Operand<Element> unused[4];
-      Operand<Gate> unused_gate[4];
-      const ColumnFragments<Element, RowTile> own_columns(16 * columns);
-      const ColumnFragments<Gate, typename Traits::GateTile> own_gate(16 * columns);
-      own_gate.load(at.time.gate, unused_gate, gate_tile);
+      const ColumnFragments<Element, RowTile> own_columns(16 * columns, lane_now);
+      load_gates(at.time.gate);
       own_columns.load(at.v.at, unused, v_tile);
       own_columns.load(at.dy.at, unused, dy_tile);
-#pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        float& gate = at.time.gate[n / 4][n / 2 % 2][n % 2];
-        if (p.log_gate) gate = expf(gate);
-        if (step + 4 * quad + n / 4 * 2 + n % 2 >= steps) gate = 1.0f;
-      }
       at.time.multiply_gates();
       at.carry();
     };
@@ -4091,8 +4165,9 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
       {
         GradientTile<Traits> at;
         load(at);
-        store_tile(own_side, at.v_at_end(), v_sides);
-        store_tile(own_side, at.dy_at_start(), dy_sides);
+        const float no_more[2] = {1, 1};
+        store_tile(own_side, at.v_at_end(no_more), v_sides);
+        store_tile(own_side, at.dy_at_start(no_more), dy_sides);
         write_numbers(kDecay + tile, at.time.decay);
       }
       __syncwarp();
@@ -4150,18 +4225,19 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
 
     // ---- From the chunk's z and w to the tile's, and M between tiles.
     if (exists) {
+#pragma unroll 1
       for (int other = 0; other < tile; ++other) {
         Products<Element> products;
         products.load(products_at(tile, other));
         float unused[2][2][2];
         Operand<Element> left[4];
-        const ColumnFragments<Element, SideTile> side(16 * other);
+        const ColumnFragments<Element, SideTile> side(16 * other, lane_now);
         side.load(unused, left, v_sides);
-#pragma unroll
-        for (int n = 0; n < 8; ++n) z[n / 4][n % 4] *= read_number(kDecay + other, n / 2 % 2);
+        multiply_columns(z, read_numbers(kDecay + other));
         add_16(z[0], left, products.at[0], products.at[2]);
         add_16(z[1], left, products.at[1], products.at[3]);
       }
+#pragma unroll 1
       for (int other = kTiles - 1; other > tile; --other) {
         LaneTile v_end;
         Operand<Element> left[4];
@@ -4175,10 +4251,9 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
         products.load(products_at(other, tile));
         products = transposed_products(products);
         float unused[2][2][2];
-        const ColumnFragments<Element, SideTile> side(16 * other);
+        const ColumnFragments<Element, SideTile> side(16 * other, lane_now);
         side.load(unused, left, dy_sides);
-#pragma unroll
-        for (int n = 0; n < 8; ++n) w[n / 4][n % 4] *= read_number(kDecay + other, n / 2 % 2);
+        multiply_columns(w, read_numbers(kDecay + other));
         add_16(w[0], left, products.at[0], products.at[2]);
         add_16(w[1], left, products.at[1], products.at[3]);
       }
@@ -4186,6 +4261,7 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
         Operand<Element> start[4];
         sides.load_left(start, dy_sides, tile);
         float2 decay[2] = {make_float2(1, 1), make_float2(1, 1)};
+#pragma unroll 1
         for (int other = tile - 1; other >= 0; --other) {
           Operand<Element> left[4];
           Operand<Element> right[4];
@@ -4197,12 +4273,10 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
           if (turn > 0) load_sums(sum, to);
           multiply_16_add<Element>(sum[0], sum[1], left, right);
           store_sums(sum, to);
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const float2 more =
-                load_shared<float2>(numbers + ((kDecay + other) * 16 + 2 * quad + 8 * h) * 4);
-            decay[h] = make_float2(decay[h].x * more.x, decay[h].y * more.y);
-          }
+          // Of columns 2 quad, 2 quad + 8, 2 quad + 1 and 2 quad + 9.
+          const float4 more = load_shared<float4>(numbers + (kDecay + other) * 64 + quad * 16);
+          decay[0] = make_float2(decay[0].x * more.x, decay[0].y * more.z);
+          decay[1] = make_float2(decay[1].x * more.y, decay[1].y * more.w);
         }
       }
     }
@@ -4210,23 +4284,28 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
 
     // ---- From the tile's to each step's; operands of dq and dk.
     if (exists) {
-      float e[2];
+      float e[2] = {0, 0};
       float before[2] = {1, 1};
       float after[2] = {1, 1};
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        e[h] = 0;
-        for (int other = 0; other < kTiles; ++other) e[h] += read_number(kOfState + other, h);
-        for (int other = kTiles - 1; other > tile; --other) {
-          const float decay = read_number(kDecay + other, h);
-          e[h] = fmaf(decay, e[h], read_number(kForFirst + other, h));
-          after[h] *= decay;
-        }
-        for (int other = 0; other < tile; ++other) {
-          const float decay = read_number(kDecay + other, h);
-          e[h] = fmaf(decay, e[h], read_number(kForLater + other * kTiles + tile, h));
-          before[h] *= decay;
-        }
+      for (int other = 0; other < kTiles; ++other) {
+        const float2 part = read_numbers(kOfState + other);
+        e[0] += part.x;
+        e[1] += part.y;
+      }
+      const auto leave_out = [&](float (&gates)[2], int other, int added) {
+        const float2 decay = read_numbers(kDecay + other);
+        const float2 more = read_numbers(added);
+        e[0] = fmaf(decay.x, e[0], more.x);
+        e[1] = fmaf(decay.y, e[1], more.y);
+        gates[0] *= decay.x;
+        gates[1] *= decay.y;
+      };
+#pragma unroll 1
+      for (int other = kTiles - 1; other > tile; --other) leave_out(after, other, kForFirst + other);
+#pragma unroll 1
+      for (int other = 0; other < tile; ++other) {
+        leave_out(before, other, kForLater + other * kTiles + tile);
       }
       GradientTile<Traits> at;
       load(at);
@@ -4234,16 +4313,18 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
       Products<Element> products;
       products.load(products_at(tile, tile));
       const Products<Element> back_products = transposed_products(products);
-      const ColumnFragments<Element, RowTile> own_columns(16 * columns);
-      store_tile(own_columns, at.v_at_end().times(after), v_tile);
-      store_tile(own_columns, at.dy_at_start().times(before), dy_tile);
-      at.descend(z, w, e, own, products, back_products, masks, back_masks);
+      const ColumnFragments<Element, RowTile> own_columns(16 * columns, lane_now);
+      store_tile(own_columns, at.v_at_end(after), v_tile);
+      store_tile(own_columns, at.dy_at_start(before), dy_tile);
+      const KeptTile<Element> v(at.v);
+      const KeptTile<Element> dy(at.dy);
+      at.descend(z, w, e, own, products, back_products);
+      float gates[2][2][2];
+      load_gates(gates);
+      descend_in_lane(z, w, e, own, products, back_products, v.tile(), dy.tile(), gates);
       if (p.log_gate) {
 #pragma unroll
-        for (int n = 0; n < 8; ++n) {
-          const int h = n / 2 % 2;
-          z[n / 4][n % 4] *= at.time.gate[n / 4][h][n % 2];
-        }
+        for (int n = 0; n < 8; ++n) z[n / 4][n % 4] *= gates[n / 4][n / 2 % 2][n % 2];
       }
       const int64_t column = 16 * columns;
       if (grads.dv.data != nullptr) {
@@ -4371,7 +4452,8 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
       const int at = n / kChunks;
       const int64_t channel = n % kChunks * kElements;
       if (at < steps && channel < p.K)
-        *reinterpret_cast<uint4*>(element_of<Element>(out, batch, start + at, head, channel)) =
+        *reinterpret_cast<uint4*>(
+            element_of<Element>(out, int64_t{batch}, int64_t{start + at}, int64_t{head}, channel)) =
             load_shared<uint4>(from + RowTile::offset(slot_of(at), n % kChunks));
     }
   };
@@ -4848,10 +4930,12 @@ struct GradientKernels {
   static constexpr bool kFloat = std::is_same_v<Element, float>;
   template <int kChannels, int kGroups, int kBlocks>
   using Tile = GradientTraits<Element, Gate, kChannels, kGroups, kBlocks>;
-  using Tile32 = Tile<32, 1, 4>;
-  using Tile64 = Tile<64, 1, kFloat ? 2 : 3>;
-  using Tile128 = Tile<128, 2, kFloat || sizeof(Gate) == 4 ? 1 : 2>;
-  using Tile256 = Tile<256, sizeof(Gate) == 4 ? 1 : 2, 1>;
+  // float32 wants registers for its parts; float32 gates too, and shared memory besides.
+  static constexpr bool kWide = sizeof(Gate) == 4;
+  using Tile32 = Tile<32, kWide ? 1 : 2, 2>;
+  using Tile64 = Tile<64, kWide ? 1 : 2, 2>;
+  using Tile128 = Tile<128, 2, kWide ? 1 : 2>;
+  using Tile256 = Tile<256, kWide ? 1 : 2, 1>;
 
   template <class Use>
   static auto with_traits(const Params& p, Use use) {
@@ -4966,7 +5050,7 @@ cudaError_t launch_gradients(Params p, const Gradients& grads, void* scratch,
                                                     stream);
   if (error != cudaSuccess) return error;
   GradientLaunch launch;
-  launch.chunks = at.chunks;
+  launch.chunks = static_cast<unsigned>(at.chunks);
   launch.scale = static_cast<float>(p.scale);
   launch.states = place(at.states);
   launch.flows = place(at.flows);
