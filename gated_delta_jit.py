@@ -5026,7 +5026,7 @@ struct GradientScratch {
     const TensorPlan back = plan_walk(flowing_back(p, nullptr), device);
     chunks = (p.T + kCheckpointSteps - 1) / kCheckpointSteps;
     if (there.segments == 0 || back.segments == 0 || !gradients_fit(p, device) ||
-        p.B * p.H * chunks > kMaxGridX || !worth_tensor_gradients(p)) {
+        p.B * p.H * chunks > kMaxGridX) {
       return;
     }
     const int64_t blocks = (p.K + 15) / 16 * ((p.V + 15) / 16);
@@ -5401,6 +5401,7 @@ cudaError_t launch_tensor_float32(const Params& p, void* checkpoints, cudaStream
 namespace {
 
 int64_t gradient_scratch_bytes(const Params& p) {
+  if (!worth_tensor_gradients(p)) return 0;  // quickly: small calls come here too
   Device device;
   return device.read() == cudaSuccess ? GradientScratch(p, device).total : 0;
 }
@@ -5984,6 +5985,8 @@ bool forward_needs_partial(const Params& p);
 cudaError_t launch_backward(const Params& p, const Gradients& grads, void* scratch,
                             cudaStream_t stream);
 int64_t backward_scratch_bytes(const Params& p);
+Dtype gate_gradient_dtype(const Params& p);
+bool backward_wants_copy(const Params& p, const View<int64_t>& dy);
 #endif
 
 namespace {
@@ -6231,6 +6234,22 @@ std::array<Tensor, 5> backward(const Inputs& in, const std::optional<Tensor>& dy
   grads.dy = describe_gradient(dy, "dy", values, dtype, in.q);
   grads.dfinal_state =
       describe_gradient(dfinal_state, "dfinal_state", state, state_type(in.q), in.q);
+  at::ScalarType gate_type = state_type(in.q);
+  Tensor dy_copy;
+#ifdef GATED_DELTA_WITH_CUDA
+  if (device.is_cuda() && p.B * p.T * p.H * p.K * p.V > 0) {
+    if (gate_gradient_dtype(p) == p.gate_dtype) gate_type = in.gate.scalar_type();
+    if (backward_wants_copy(p, grads.dy)) {
+      dy_copy = allocate(values, dtype, device);
+      if (dy) {
+        dy_copy.copy_(*dy);
+      } else {
+        dy_copy.zero_();
+      }
+      grads.dy = contiguous_view(dy_copy.mutable_data_ptr(), p.T, p.H, p.V);
+    }
+  }
+#endif
   std::array<Tensor, 5> result;
   const auto place = [&](int which, at::IntArrayRef shape, at::ScalarType type) {
     View<int64_t> view;
@@ -6241,7 +6260,7 @@ std::array<Tensor, 5> backward(const Inputs& in, const std::optional<Tensor>& dy
   grads.dq = place(0, in.q.sizes(), dtype);
   grads.dk = place(1, in.q.sizes(), dtype);
   grads.dv = place(2, values, dtype);
-  grads.dgate = place(3, values, state_type(in.q));
+  grads.dgate = place(3, values, gate_type);
   grads.dinitial_state = place(4, state, state_type(in.q));
   if (p.B * p.T * p.H * p.K * p.V == 0) {
     for (Tensor& each : result) {

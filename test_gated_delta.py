@@ -245,7 +245,7 @@ _chosen = "by rule"
 
 @contextlib.contextmanager
 def kernels(choice: str) -> Iterator[None]:
-    """The forward's kernels on CUDA for a while: by the rule that weighs sizes, or one kind wherever it can serve."""
+    """The kernels on CUDA for a while: by the rule that weighs sizes, or one kind wherever it can serve."""
     global _chosen
     before = _chosen
     _chosen = choice
@@ -1765,9 +1765,11 @@ def run_gradients(problem: Problem, upstream: Upstream | None = None, names: tup
 
 
 def run_and_check_gradients(problem: Problem, upstream: Upstream | None = None, names: tuple[str, ...] = ()) -> None:
-    """Forward and backward, checked in form and numbers."""
+    """Forward and backward with each kind of kernels that may serve, checked in form and numbers."""
     upstream = upstream or make_upstream(problem)
-    check_gradients(problem, run_gradients(problem, upstream, names), gradient_oracle(problem, upstream))
+    want = gradient_oracle(problem, upstream)
+    for _ in each_kind_of_kernels(problem):
+        check_gradients(problem, run_gradients(problem, upstream, names), want)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1882,6 +1884,40 @@ GRADIENT_SIZES = [
 def test_gradients(device: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
     """All gradients over ragged sizes, through y and the final state at once."""
     run_and_check_gradients(make_problem(sizes, dtype, device, state=True, scale=0.5))
+
+
+@on_every_device
+@each_dtype(TRAINING_DTYPES)
+@pytest.mark.parametrize("turn", range(22))
+def test_training_gradients(device: str, dtype: torch.dtype, turn: int) -> None:
+    """Widths, steps and options against each other, where tensor cores may serve."""
+    K = TRAINING_WIDTHS[turn % 11]
+    V = TRAINING_WIDTHS[(7 * turn + turn // 11) % 11]
+    T = TRAINING_STEPS[(3 * turn + turn // 11) % 11]
+    sizes = small_on_cpu(device, (1 + turn % 2, T, 1 + turn % 3, K, V))
+    gate_type = gate_types(dtype)[turn // 2 % len(gate_types(dtype))]
+    options = {"state": turn % 2 == 0, "log_gate": turn % 5 == 0, "scale": [1.0, 0.125, -0.5][turn % 3]}
+    run_and_check_gradients(make_problem(sizes, dtype, device, gate_dtype=gate_type, seed=turn, **options))
+
+
+@on_every_device
+@each_dtype(TRAINING_DTYPES)
+@pytest.mark.parametrize("sizes", [(1, 2100, 1, 64, 64), (1, 1500, 2, 128, 40), (2, 1030, 1, 32, 72)], ids=str)
+def test_training_gradients_long(device: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    """Few heads: time in segments, on the way back too."""
+    run_and_check_gradients(make_problem(small_on_cpu(device, sizes), dtype, device, state=True))
+
+
+@on_every_device
+@each_dtype(TRAINING_DTYPES)
+@pytest.mark.parametrize("gate", GATES)
+def test_training_gradients_at_gates(device: str, dtype: torch.dtype, gate: str) -> None:
+    """Gates of all kinds over several of the backward's chunks."""
+    if gate == "see-saw" and dtype == torch.float16:
+        pytest.skip("the see-saw's results of 1e15 are no float16 numbers")
+    sizes = small_on_cpu(device, (1, 200 // UNDIMINISHED.get(gate, 1), 2, 64, 64))
+    gate_type = torch.float32 if dtype in HALVES else dtype
+    run_and_check_gradients(make_problem(sizes, dtype, device, gate=gate, gate_dtype=gate_type, state=True))
 
 
 @on_every_device
