@@ -1,20 +1,9 @@
 """Is gated_delta_jit right on this machine, how fast is it, against what, and how far from the limit?
 
-    python bench.py                   the whole run: two minutes on a GPU, half a minute on a CPU, compiling apart
-    python bench.py --quick           fewer shapes and repeats
-    python bench.py --backward        forward plus backward alone (--forward: the forward alone; default: both)
-    python bench.py --only SECTION ...
-                                      these sections alone: precision, seed, short, training, long, grid, sweep
-    python bench.py --shapes B,T,H,D[:DTYPE[:GATE DTYPE]] ...
-                                      these shapes (K = V = D) in place of all sections but precision
-    python bench.py --dtype DTYPE     this type for every shape but the seed's, and for --shapes that name none
-    python bench.py --grid            adds 300 sizes from one head and one step to a thousand heads of 8192 steps
-    python bench.py --fla             adds flash-linear-attention (pip install fla-core), which tunes itself for minutes
-    python bench.py --torch-compile   adds the reference loop under torch.compile, which compiles for minutes
-    python bench.py --json FILE       writes everything that was measured; --csv FILE the timings as a flat table
-    python bench.py --markdown        README's blocks on stdout, and the plain tables on stderr
-    python bench.py --plot FILE       adds the section "sweep" and draws it: time against T and against D
-    python bench.py --from FILE       measures nothing: tables, CSV, Markdown and plot of an earlier run's JSON
+    python bench.py                the whole run: two minutes on a GPU, half a minute on a CPU, compiling apart
+    python bench.py --fla          flash-linear-attention beside it (pip install fla-core; it tunes itself for minutes)
+    python bench.py --shapes 8,2048,16,64:bf16 1,32768,16,128:bf16:float32      your shapes B,T,H,D, types and gate type
+    python bench.py --from FILE    tables, --csv, --markdown and --plot of the --json FILE of an earlier run
 
 Sections: "precision" compares with float64, by kind of gate; "seed" is the shape of the original loop, beside the
 loop itself, torch.add and the limits of the machine; "short" decode-like and other small shapes; "training" and "long"
@@ -325,23 +314,10 @@ def poison(*tensors: torch.Tensor) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Timing:
-    """Seconds per call, one sample for each repeat."""
-
-    samples: list[float]
-
-    @property
-    def us(self) -> float:
-        return 1e6 * statistics.median(self.samples)
-
-    @property
-    def spread(self) -> float:
-        """Half the distance between the quartiles, relative to the median."""
-        if len(self.samples) < 4:
-            return (max(self.samples) - min(self.samples)) / 2 / statistics.median(self.samples)
-        low, middle, high = statistics.quantiles(self.samples, n=4)
-        return (high - low) / 2 / middle
+def timing_of(samples: Sequence[float]) -> dict[str, float]:
+    """For a Row, of seconds per call: the median, and half the distance between the quartiles relative to it."""
+    low, middle, high = statistics.quantiles(samples, n=4) if len(samples) > 1 else 3 * samples
+    return {"us": 1e6 * middle, "spread": (high - low) / 2 / middle}
 
 
 class Measured:
@@ -530,8 +506,8 @@ class Table:
         return f"{above}\n\n{text}"
 
 
-def number(value: float | None, form: str = ".2f", factor: float = 1) -> str:
-    return "" if value is None else f"{factor * value:{form}}"
+def number(value: float | None, form: str = ".2f", factor: float = 1, unit: str = "") -> str:
+    return "" if value is None else f"{factor * value:{form}}{unit}"
 
 
 def error_text(checks: Sequence[Check]) -> str:
@@ -575,8 +551,8 @@ def cells_of(report: Report, row: Row) -> list[str]:
         row.method,
         microseconds(row.floor_us),
         microseconds(row.us),
-        number(row.spread, ".1f", 100) + ("%" if row.spread is not None else ""),
-        number(row.floor_share, ".0f", 100) + (" %" if row.floor_share else ""),
+        number(row.spread, ".1f", 100, "%"),
+        number(row.floor_share, ".1f" if row.floor_share and row.floor_share < 0.01 else ".0f", 100, " %"),
         number(times_ours, ".2f" if times_ours and times_ours < 10 else ".0f"),
         number(row.error, ".1e"),
         number(row.peak_bytes, ".0f", 2**-20),
@@ -754,20 +730,23 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def seconds_of(call: Call) -> float:
-    """Wall time of one call."""
+def seconds_of(call: Call, count: int = 1) -> float:
+    """Wall time per call of so many."""
     synchronize()
     start = time.perf_counter()
-    call()
+    for _ in itertools.repeat(None, count):
+        call()
     synchronize()
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / count
 
 
-def time_eager(calls: dict[str, Call], rounds: int, round_seconds: float, limit_seconds: float) -> dict[str, Timing]:
+def time_eager(
+    calls: dict[str, Call], rounds: int, round_seconds: float, limit_seconds: float
+) -> dict[str, dict[str, float]]:
     """Wall time per call of each of `calls`, taken in turn within every round so that drift of the host hits all alike.
 
-    A sample is a loop of up to 1000 calls that ends with a synchronize. On a machine so slow or busy that the rounds
-    take longer than `limit_seconds`, fewer are run.
+    A sample is a loop of up to 1000 calls that ends with a synchronize; the first round warms up. On a machine so slow
+    or busy that the rounds take longer than `limit_seconds`, fewer are run.
     """
     # The first call warms up, the second is an estimate.
     estimates = {name: [seconds_of(call), seconds_of(call)][1] for name, call in calls.items()}
@@ -781,19 +760,12 @@ def time_eager(calls: dict[str, Call], rounds: int, round_seconds: float, limit_
             if round_index > 1 and time.perf_counter() > deadline:
                 break
             for name, call in calls.items():
-                count = counts[name]
-                synchronize()
-                start = time.perf_counter()
-                for _ in itertools.repeat(None, count):
-                    call()
-                synchronize()
-                seconds = time.perf_counter() - start
-                # The first round warms up.
+                seconds = seconds_of(call, counts[name])
                 if round_index > 0:
-                    samples[name].append(seconds / count)
+                    samples[name].append(seconds)
     finally:
         gc.enable()
-    return {name: Timing(values) for name, values in samples.items()}
+    return {name: timing_of(values) for name, values in samples.items()}
 
 
 class CallGraph:
@@ -826,7 +798,7 @@ class CallGraph:
         return [1e-3 * x / self.count for x in milliseconds]
 
 
-def time_graph(calls: Sequence[Call], quick: bool = False, seconds: float | None = None) -> Timing:
+def time_graph(calls: Sequence[Call], quick: bool = False, seconds: float | None = None) -> dict[str, float]:
     """GPU time per call in a replayed CUDA graph; `calls` holds the same call on one or more sets of buffers.
 
     A graph holds enough calls (at most about 100) for 0.4 ms, so that the gap between replays does not count. With
@@ -861,7 +833,7 @@ def time_graph(calls: Sequence[Call], quick: bool = False, seconds: float | None
     graph.replay(max(1, min(300, math.ceil(warm / per_replay))))
     repeats = max(least, min(200, math.ceil(duration / per_replay)))
     # The first replays run while the host has no lead yet.
-    return Timing(graph.replay(repeats + 2)[2:])
+    return timing_of(graph.replay(repeats + 2)[2:])
 
 
 def raise_interrupt(failure: Exception) -> None:
@@ -1070,9 +1042,7 @@ def load_fla() -> tuple[list[Candidate], str]:
         summed = chunk_local_cumsum(log_gate, chunk_size=64, scale=RCP_LN2)
         return chunk_gsa_fwd_k(q, k, v, summed, scale=1.0, chunk_size=64)[2]
 
-    def chunk_training(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: torch.Tensor, dy: torch.Tensor
-    ) -> Sequence[torch.Tensor]:
+    def chunk_training(q, k, v, log_gate, dy) -> Sequence[torch.Tensor]:
         # FLA has no autograd around this half of Gated Slot Attention: its two parts are called one after the other.
         summed = chunk_local_cumsum(log_gate, chunk_size=64, scale=RCP_LN2)
         h, _, y = chunk_gsa_fwd_k(q, k, v, summed, scale=1.0, chunk_size=64)
@@ -1082,14 +1052,13 @@ def load_fla() -> tuple[list[Candidate], str]:
         return chunk_gsa_bwd_k(q=q, k=k, v=v, g=summed, h=h, o=y, do=dy, dg=dg, **others)[:4]
 
     def with_log(function: Callable[..., object]) -> Callable[..., Call]:
-        """Prepares the gate's logarithm; the result is called without arguments."""
         return lambda q, k, v, gate, *dy: partial(function, q, k, v, gate.float().log(), *dy)
 
-    def recurrent_training(q, k, v, gate, dy) -> Call:
+    def train_recurrent(q, k, v, gate, dy) -> Call:
         return training_step(recurrent, q, k, v, gate.float().log(), dy)
 
     peers = [
-        Candidate("FLA recurrent", with_log(recurrent), recurrent_training, of_log_gate=True),
+        Candidate("FLA recurrent", with_log(recurrent), train_recurrent, of_log_gate=True),
         Candidate("FLA chunk", with_log(chunk), with_log(chunk_training), of_log_gate=True),
     ]
     return peers, version
@@ -1249,7 +1218,7 @@ class Bench:
         small = self.device == "cuda" and problem.bytes() < cache_bytes() / 8
         if small and not section.training and triton is not None:
             try:
-                return time_graph([prepare_touch(*inputs)], self.quick, section.seconds).us
+                return time_graph([prepare_touch(*inputs)], self.quick, section.seconds)["us"]
             except Exception as failure:  # without the touch kernel the rest is still worth having
                 raise_interrupt(failure)
                 progress(f"the touch kernel fails, the copy rate takes its place: {brief(failure)}")
@@ -1297,8 +1266,17 @@ class Bench:
             error, note = verdicts.get(candidate.name, (None, ""))
             row = Row(section.name, candidate.name, problem, training, methods[0], buffer_sets=sets)
             row = replace(row, error=error, note=note, floor_us=floor_us if candidate.judged else None)
-            calls = [] if note else self.prepare(candidate, buffers, section, row)
-            if not calls:
+            calls: list[Call] = []
+            try:
+                if not note:
+                    calls = [candidate.call(each) for each in buffers]
+                    seconds = seconds_of(calls[0])
+                    row.note = f"{1e3 * seconds:.0f} ms a call, not timed" if seconds > section.slow else ""
+                    if training and self.device == "cuda":
+                        row.peak_bytes = peak_memory(calls[0])
+            except Exception as failure:  # a peer that fails is a result
+                row.note = brief(failure)
+            if row.note:
                 self.report.add(row)
                 continue
             if "graph" in methods:
@@ -1310,31 +1288,15 @@ class Bench:
         if self.device == "cpu":
             pace = (3 if self.quick else 7), 0.05, 2.0
         for name, timing in time_eager(in_turn, *pace).items():
-            self.report.add(replace(rows[name], us=timing.us, spread=timing.spread))
-
-    def prepare(self, candidate: Candidate, buffers: Sequence[Inputs], section: Section, row: Row) -> list[Call]:
-        """The timed calls, one for each set of buffers; none, and a note in the row, if it fails or is too slow."""
-        try:
-            calls = [candidate.call(arguments) for arguments in buffers]
-            seconds = seconds_of(calls[0])
-            if seconds > section.slow:
-                row.note = f"{1e3 * seconds:.0f} ms a call, not timed"
-                return []
-            if section.training and self.device == "cuda":
-                row.peak_bytes = peak_memory(calls[0])
-        except Exception as failure:  # a peer that fails is a result
-            row.note = brief(failure)
-            return []
-        return calls
+            self.report.add(replace(rows[name], **timing))
 
     def in_graph(self, row: Row, calls: Sequence[Call], section: Section) -> Row:
         """The row with its time in a graph; a failure becomes its note."""
         try:
-            timing = time_graph(calls, self.quick, section.seconds)
+            return replace(row, **time_graph(calls, self.quick, section.seconds))
         except Exception as failure:  # one row that fails must not end the run
             raise_interrupt(failure)
             return replace(row, note=brief(failure))
-        return replace(row, us=timing.us, spread=timing.spread)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1448,13 +1410,7 @@ def describe(library: ModuleType, device: str, fla: str) -> dict[str, str]:
     return environment
 
 
-DTYPE_NAMES = {
-    **{name_of(dtype): dtype for dtype in TOLERANCE},
-    **{short: dtype for dtype, short in SHORT_NAMES.items()},
-    "f16": torch.float16,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-}
+DTYPE_NAMES = {name: dtype for dtype, short in SHORT_NAMES.items() for name in (name_of(dtype), short)}
 
 
 def parse_dtype(text: str) -> torch.dtype:
