@@ -23,6 +23,7 @@ the same way. Tables go to stdout, progress to stderr. Ctrl-C keeps what was mea
 
 import argparse
 import concurrent.futures
+import contextlib
 import csv
 import dataclasses
 import datetime
@@ -39,6 +40,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -66,12 +68,14 @@ GRADIENTS = ("dq", "dk", "dv", "dgate", "dstate")  # dstate: of the initial stat
 # A peer further off than this is shown as wrong and not timed. TF32 and bf16 states stay well below.
 PEER_LIMIT = 3e-2
 
+FORWARD = "forward"
+TRAINING = "forward plus backward"
 OURS = "gated_delta_jit"
 LOOP = "reference loop"
 TOUCH = "every byte touched once"
 EMPTY = "empty launch"
 
-Inputs = tuple[torch.Tensor, ...]  # q, k, v, gate
+Arguments = tuple[torch.Tensor, ...]  # q, k, v, gate and, in training, dy
 Call = Callable[[], object]
 Errors = list[tuple[str, str, float]]  # kind of gate, "y" or the gradient's name, error
 
@@ -106,33 +110,31 @@ class Problem:
     def shape(self) -> tuple[int, int, int, int]:
         return self.B, self.T, self.H, self.D
 
-    def bytes(self, training: bool = False) -> int:
-        """Every input byte once and every output byte once; the backward reads all inputs again, and dy."""
-        halves, gates = (11, 3) if training else (4, 1)
-        return (halves * self.dtype.itemsize + gates * self.gate_dtype.itemsize) * math.prod(self.shape)
-
     @property
     def types(self) -> str:
         """Short, for tables: "bf16", or "bf16+f32" with another type of gate."""
-        own = self.gate_dtype != self.dtype
-        return SHORT_NAMES[self.dtype] + (f"+{SHORT_NAMES[self.gate_dtype]}" if own else "")
+        names = [SHORT_NAMES[self.dtype], SHORT_NAMES[self.gate_dtype]]
+        return "+".join(dict.fromkeys(names))
+
+    def bytes(self, what: str = FORWARD) -> int:
+        """Every input byte once and every output byte once; the backward reads all inputs again, and dy."""
+        halves, gates = (11, 3) if what == TRAINING else (4, 1)
+        return (halves * self.dtype.itemsize + gates * self.gate_dtype.itemsize) * math.prod(self.shape)
 
     def __str__(self) -> str:
         return f"{self.shape} {self.types}"
 
 
 SEED = Problem(B=2, T=128, H=4, D=24)
-BF16, F32 = torch.bfloat16, torch.float32
 
 
 def in_dtype(problems: Sequence[Problem], dtype: torch.dtype | None) -> list[Problem]:
     """The same sizes in one type, each once; a float32 gate stays beside half precision. None: as they are."""
     if dtype is None:
         return list(problems)
-    half = dtype.itemsize == 2
-    gates = [problem.own_gate_dtype if half else None for problem in problems]
-    changed = [replace(p, dtype=dtype, own_gate_dtype=gate) for p, gate in zip(problems, gates, strict=True)]
-    return list(dict.fromkeys(changed))
+    gate_dtypes = [problem.own_gate_dtype if dtype.itemsize == 2 else None for problem in problems]
+    pairs = zip(problems, gate_dtypes, strict=True)
+    return list(dict.fromkeys(replace(problem, dtype=dtype, own_gate_dtype=gate) for problem, gate in pairs))
 
 
 def on_tensor_cores(problem: Problem) -> bool:
@@ -155,37 +157,22 @@ GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 MIXED_GATES = list(GATES)[:4]
 
 
-def heads_of(kind: int, kinds: int = len(MIXED_GATES), first: int = 0) -> slice:
+def heads_of(kind: int, kinds: int, first: int = 0) -> slice:
     """The heads of one of several kinds of gate, counted from head `first`."""
     return slice((kind - first) % kinds, None, kinds)
 
 
-def make_inputs(problem: Problem, device: str, seed: int = 0, gates: str = "sigmoid") -> Inputs:
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def normal() -> torch.Tensor:
-        return torch.randn(problem.shape, generator=generator, device=device)
-
-    q, k, v = (normal().to(problem.dtype) for _ in range(3))
-    x = normal()
-    if gates != "mixed":
-        return q, k, v, GATES[gates](x).to(problem.gate_dtype)
-    gate = torch.empty_like(x)
-    for kind, name in enumerate(MIXED_GATES):
-        gate[:, :, heads_of(kind)] = GATES[name](x[:, :, heads_of(kind)])
-    return q, k, v, gate.to(problem.gate_dtype)
-
-
-def make_dy(problem: Problem, device: str, seed: int = 0) -> torch.Tensor:
-    """What arrives at y from the loss."""
-    generator = torch.Generator(device).manual_seed(1000 + seed)
-    return torch.randn(problem.shape, generator=generator, device=device).to(problem.dtype)
-
-
-def arguments_of(problem: Problem, device: str, training: bool, seed: int = 0, gates: str = "sigmoid") -> Inputs:
+def make_arguments(problem: Problem, device: str, what: str, seed: int = 0, gates: str = "sigmoid") -> Arguments:
     """What an implementation is called with: q, k, v, gate and, in training, dy."""
-    inputs = make_inputs(problem, device, seed, gates)
-    return (*inputs, make_dy(problem, device, seed)) if training else inputs
+    generator = torch.Generator(device).manual_seed(seed)
+    q, k, v, x, dy = (torch.randn(problem.shape, generator=generator, device=device) for _ in range(5))
+    gate = torch.empty_like(x)
+    kinds = MIXED_GATES if gates == "mixed" else [gates]
+    for kind, name in enumerate(kinds):
+        heads = heads_of(kind, len(kinds))
+        gate[:, :, heads] = GATES[name](x[:, :, heads])
+    inputs = (*(each.to(problem.dtype) for each in (q, k, v)), gate.to(problem.gate_dtype))
+    return (*inputs, dy.to(problem.dtype)) if what == TRAINING else inputs
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -275,7 +262,7 @@ def worst(errors: Iterable[float]) -> float:
 class Judge:
     """The oracle of some batches and heads of one call, the last ones included. `gates`: as for make_inputs."""
 
-    def __init__(self, arguments: Inputs, gates: str = "mixed") -> None:
+    def __init__(self, arguments: Arguments, gates: str = "mixed") -> None:
         B, T, H, D = arguments[0].shape
         self.kinds = MIXED_GATES[:H] if gates == "mixed" else [gates]
         self.names = ("y",) if len(arguments) == 4 else GRADIENTS[: len(arguments) - 1 - (len(arguments) > 5)]
@@ -350,7 +337,7 @@ class Row(Measured):
     section: str
     name: str
     problem: Problem
-    training: bool = False  # forward plus backward
+    what: str = FORWARD  # or TRAINING
     method: str = "graph"  # or "eager"
     us: float | None = None
     spread: float | None = None
@@ -393,7 +380,6 @@ class Report:
     stream: TextIO = sys.stdout
     checks: list[Check] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
-    shown: dict[str, int] = field(default_factory=dict)  # rows of the table of that title
     last_title: str = ""
 
     @property
@@ -402,51 +388,43 @@ class Report:
 
     def find(self, row: Row, name: str) -> Row | None:
         """The measurement of `name` that `row` compares with, of the same section where there is one."""
-        key = (name, row.problem, row.training, row.method)
-        found = [r for r in self.rows if (r.name, r.problem, r.training, r.method) == key and r.us]
+        key = (name, row.problem, row.what, row.method)
+        found = [r for r in self.rows if (r.name, r.problem, r.what, r.method) == key and r.us]
         return min(found, key=lambda r: r.section != row.section, default=None)
 
-    def add(self, row: Row) -> Row:
+    def add(self, row: Row) -> None:
         self.rows.append(row)
-        self.show()
-        return row
+        self.print(timing_tables(self, [row]))
 
     def say(self, text: str = "") -> None:
         print(text, file=self.stream, flush=True)
 
-    def show(self) -> None:
-        """Print what has not been printed."""
-        for table in tables(self):
-            new = table.rows[self.shown.get(table.title, 0) :]
-            if new and table.title != self.last_title:
+    def print(self, tables: "Sequence[Table]") -> None:
+        for table in tables:
+            if table.title != self.last_title:
                 self.say(f"\n{table.title}\n{table.line(table.headers)}")
                 self.last_title = table.title
-            for cells in new:
+            for cells in table.rows:
                 self.say(table.line(cells))
-            self.shown[table.title] = len(table.rows)
 
     def write_json(self, path: str) -> None:
-        document = {
-            "environment": self.environment,
-            "right": self.right,
-            "checks": [check.record() for check in self.checks],
-            "rows": [row.record() for row in self.rows],
-            "summary": summary(self),
-        }
+        measured = {"checks": [each.record() for each in self.checks], "rows": [each.record() for each in self.rows]}
+        document = {"environment": self.environment, "right": self.right, **measured, "summary": summary(self)}
         # JSON has no NaN and no infinity: an error that is one of them becomes null.
         Path(path).write_text(json.dumps(json_safe(document), indent=1, allow_nan=False) + "\n")
 
     @staticmethod
     def read_json(path: str) -> "Report":
         document = json.loads(Path(path).read_text())
-        checks = [Check.take(record) for record in document["checks"]]
-        return Report(document["environment"], checks=checks, rows=[Row.take(record) for record in document["rows"]])
+        report = Report(document["environment"])
+        report.checks = [Check.take(record) for record in document["checks"]]
+        report.rows = [Row.take(record) for record in document["rows"]]
+        return report
 
     def write_csv(self, path: str) -> None:
         """The timings, one a line."""
-        columns = list(Row("", "", SEED).record())
         with open(path, "w", newline="") as file:
-            writer = csv.DictWriter(file, columns)
+            writer = csv.DictWriter(file, list(Row("", "", SEED).record()))
             writer.writeheader()
             writer.writerows(row.record() for row in self.rows)
 
@@ -467,8 +445,7 @@ def progress(text: str) -> None:
 
 def brief(error: BaseException) -> str:
     """Type and first line of an error, short enough for a table."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:140]
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0][:140]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -479,16 +456,18 @@ def brief(error: BaseException) -> str:
 @dataclass
 class Table:
     title: str
-    headers: list[str]
-    widths: list[int]
+    columns: dict[str, int]  # width by header
+    describing: int  # so many columns at the left say what was measured; the others are figures, and notes at the end
     rows: list[list[str]] = field(default_factory=list)
-    describing: int = 0  # so many columns at the left say what was measured; the others are figures
+
+    @property
+    def headers(self) -> list[str]:
+        return [header.strip() for header in self.columns]
 
     def line(self, cells: Sequence[str]) -> str:
-        parts = []
-        for i, (cell, width) in enumerate(zip(cells, self.widths, strict=True)):
-            parts.append(f"{cell:{width}}" if i < self.describing or not width else f"{cell:>{width}}")
-        return "".join(parts).rstrip()
+        *figures, note = zip(cells, self.columns.values(), strict=True)
+        parts = [f"{cell:{'' if i < self.describing else '>'}{width}}" for i, (cell, width) in enumerate(figures)]
+        return f"{''.join(parts)}  {note[0]}".rstrip()
 
     def markdown(self) -> str:
         """Without empty columns; a description that is the same in all rows stands above the table."""
@@ -522,8 +501,6 @@ def microseconds(us: float | None) -> str:
     return number(us, ".2f" if us and us < 10 else ".1f" if us and us < 1000 else ".0f")
 
 
-NORMS = "norm of the error / norm of the float64 result"
-UNIT = ", us per call"
 SECTIONS = {
     "precision": "Precision",
     "seed": "Seed shape",
@@ -537,91 +514,94 @@ SECTIONS = {
 }
 
 
-def title_of(section: str, training: bool) -> str:
-    return f"{SECTIONS[section]}, forward{' plus backward' if training else ''}{UNIT}"
+def title_of(row: Row) -> str:
+    return f"{SECTIONS[row.section]}, {row.what}"
 
 
-def cells_of(report: Report, row: Row) -> list[str]:
-    ours = report.find(row, OURS)
-    times_ours = row.us / ours.us if ours and row.us and row.name != OURS else None
-    return [
-        row.name,
-        str(row.problem.shape),
-        row.problem.types,
-        row.method,
-        microseconds(row.floor_us),
-        microseconds(row.us),
-        number(row.spread, ".1f", 100, "%"),
-        number(row.floor_share, ".1f" if row.floor_share and row.floor_share < 0.01 else ".0f", 100, " %"),
-        number(times_ours, ".2f" if times_ours and times_ours < 10 else ".0f"),
-        number(row.error, ".1e"),
-        number(row.peak_bytes, ".0f", 2**-20),
-        f"  {row.note}" if row.note else "",
-    ]
+PROBLEM_COLUMNS = {"": 27, "(B, T, H, D)": 21, "dtype": 9}
+TIMING_COLUMNS = {"timing": 6, "floor us": 10, "us": 10, "+-": 8, "of floor": 9, "x ours": 8, "error": 9, "MiB": 7}
 
 
-ROW_HEADERS = ["", "(B, T, H, D)", "dtype", "timing", "floor", "us", "+-", "of floor", "x ours", "error", "MiB", ""]
-ROW_WIDTHS = [27, 21, 9, 6, 9, 10, 7, 9, 8, 9, 7, 0]
-
-
-def tables(report: Report) -> list[Table]:
-    """Everything measured, in the order in which it was."""
+def timing_tables(report: Report, rows: Sequence[Row]) -> list[Table]:
     found: dict[str, Table] = {}
-    lines: dict[tuple, dict[str, list[Check]]] = {}
-    for check in report.checks:
-        if check.section == "precision":
-            line = lines.setdefault((check.of != "y", check.name, check.problem), {})
-            line.setdefault(check.gates, []).append(check)
-    for (training, name, problem), line in lines.items():
-        title = f"Error of {'the worst gradient' if training else 'y'} by kind of gate, {NORMS}"
-        headers = ["", "(B, T, H, D)", "dtype", *GATES, "allowed", ""]
-        table = found.setdefault(title, Table(title, headers, [27, 21, 6, *[14] * len(GATES), 9, 0], describing=3))
-        cells = [error_text(line.get(gates, [])) for gates in GATES]
-        first = next(iter(line.values()))
-        notes = [check.note for checks in line.values() for check in checks if check.note]
-        figures = [*cells, number(first[0].allowed, ".1e"), f"  {notes[0]}" if notes else ""]
-        table.rows.append([name, str(problem.shape), problem.types, *figures])
-    for row in report.rows:
-        title = title_of(row.section, row.training)
-        table = found.setdefault(title, Table(title, ROW_HEADERS, ROW_WIDTHS, describing=4))
-        table.rows.append(cells_of(report, row))
+    for row in rows:
+        ours = None if row.name == OURS else report.find(row, OURS)
+        times_ours = row.us / ours.us if ours and row.us else None
+        share = row.floor_share
+        cells = [
+            *(row.name, str(row.problem.shape), row.problem.types, row.method),
+            microseconds(row.floor_us),
+            microseconds(row.us),
+            number(row.spread, ".1f", 100, " %"),
+            number(share, ".1f" if share and share < 0.01 else ".0f", 100, " %"),
+            number(times_ours, ".2f" if times_ours and times_ours < 10 else ".0f"),
+            number(row.error, ".1e"),
+            number(row.peak_bytes, ".0f", 2**-20),
+            row.note,
+        ]
+        table = Table(title_of(row), {**PROBLEM_COLUMNS, **TIMING_COLUMNS, " ": 0}, len(PROBLEM_COLUMNS) + 1)
+        found.setdefault(table.title, table).rows.append(cells)
     return list(found.values())
 
 
+def precision_tables(checks: Sequence[Check]) -> list[Table]:
+    """One line for each implementation and problem, one column for each kind of gate."""
+    found: dict[str, Table] = {}
+    lines: dict[tuple, dict[str, list[Check]]] = {}
+    for check in checks:
+        if check.section == "precision":
+            of = "y" if check.of == "y" else "the worst gradient"
+            line = lines.setdefault((of, check.name, check.problem), {})
+            line.setdefault(check.gates, []).append(check)
+    for (of, name, problem), line in lines.items():
+        title = f"Error of {of} by kind of gate: norm of the error / norm of the float64 result"
+        columns = {**PROBLEM_COLUMNS, **{gates: 14 for gates in GATES}, "allowed": 10, " ": 0}
+        first = next(iter(line.values()))[0]
+        errors = [error_text(line.get(gates, [])) for gates in GATES]
+        cells = [name, str(problem.shape), problem.types, *errors, number(first.allowed, ".1e"), first.note]
+        found.setdefault(title, Table(title, columns, len(PROBLEM_COLUMNS))).rows.append(cells)
+    return list(found.values())
+
+
+def tables(report: Report) -> list[Table]:
+    return precision_tables(report.checks) + timing_tables(report, report.rows)
+
+
+def span(values: Iterable[float], form: str, unit: str) -> str:
+    """ "3 %", or "3 % to 5 %"."""
+    ends = sorted(values)
+    return " to ".join(dict.fromkeys(f"{end:{form}}{unit}" for end in (ends[0], ends[-1])))
+
+
 def summary(report: Report) -> list[str]:
-    """The figures that matter, a sentence each."""
+    """The figures that matter, a sentence for each section and way of timing."""
     sentences = []
     if wrong := [check for check in report.checks if not check.right]:
         sentences.append(f"WRONG: {len(wrong)} of {len(report.checks)} checks are out of tolerance.")
-    for section, training in dict.fromkeys((row.section, row.training) for row in report.rows):
-        rows = [row for row in report.rows if (row.section, row.training) == (section, training) and row.us]
-        for method in ("graph", "eager"):
-            ours = [row for row in rows if row.name == OURS and row.method == method]
-            if not ours:
-                continue
-            parts = []
-            if len(ours) == 1:
-                parts.append(f"{microseconds(ours[0].us)} us")
-            if method == "graph" and (shares := sorted(row.floor_share for row in ours if row.floor_share)):
-                span = f"{100 * shares[0]:.0f} %" + (f" to {100 * shares[-1]:.0f} %" if len(shares) > 1 else "")
-                parts.append(f"{span} of the floor")
-            others = [row.name for row in rows if row.method == method and row.name not in (OURS, TOUCH, EMPTY)]
-            for name in dict.fromkeys(others):
-                pairs = [(row, report.find(row, name)) for row in ours]
-                if ratios := sorted(other.us / row.us for row, other in pairs if other):
-                    span = "" if len(ratios) == 1 else f"{ratios[0]:.3g} to "
-                    more = f"{name} takes {span}{ratios[-1]:.3g} times as long"
-                    parts.append(more if ratios[-1] > 1 else f"{1 / ratios[-1]:.3g} times {name}")
-            if parts:
-                where = title_of(section, training).removesuffix(UNIT)
-                sentences.append(f"{where}, {'in a graph' if method == 'graph' else 'eager'}: {'; '.join(parts)}.")
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in report.rows:
+        if row.us:
+            groups.setdefault((title_of(row), row.method), []).append(row)
+    for (title, method), rows in groups.items():
+        ours = [row for row in rows if row.name == OURS]
+        parts = [f"{microseconds(ours[0].us)} us"] if len(ours) == 1 else []
+        if method == "graph" and (shares := [100 * row.floor_share for row in ours if row.floor_share]):
+            parts.append(f"{span(shares, '.0f', ' %')} of the floor")
+        for name in dict.fromkeys(row.name for row in rows if row.name not in (OURS, TOUCH, EMPTY)):
+            pairs = [(row.us, report.find(row, OURS)) for row in rows if row.name == name]
+            if ratios := [us / base.us for us, base in pairs if base]:
+                longer = f"{name} takes {span(ratios, '.3g', '')} times as long"
+                parts.append(longer if max(ratios) > 1 else f"{1 / max(ratios):.3g} times {name}")
+        if parts:
+            where = f"{title} at {ours[0].problem}" if len(ours) == 1 else title
+            sentences.append(f"{where}, {'in a graph' if method == 'graph' else 'eager'}: {'; '.join(parts)}.")
     return sentences
 
 
 def share_chart(report: Report) -> str:
     """A chart in text: the share of the floor where memory traffic should count alone."""
     rows = [r for r in report.rows if r.section in ("training", "long") and (r.name, r.method) == (OURS, "graph")]
-    rows = [row for row in rows if not row.training and row.floor_share]
+    rows = [row for row in rows if row.what == FORWARD and row.floor_share]
     if not rows:
         return ""
     rows.sort(key=lambda row: -row.floor_share)
@@ -660,21 +640,15 @@ STYLES = {
 }
 
 
-def sweep_axes(report: Report) -> list[tuple[str, bool, list[Row]]]:
-    """For each panel of the plot: "T" or "D", training or not, and the rows that differ in that size alone."""
-    rows = [row for row in report.rows if row.section == "sweep" and row.us]
+def sweep_panels(report: Report) -> list[tuple[str, list[Row]]]:
+    """For each panel of the plot: "T" or "D", and the rows that differ in that size and in the implementation alone."""
     panels = []
-    for training in (False, True):
-        ours = [row.problem for row in rows if row.training == training and row.name == OURS]
-        for axis in "TD":
-            groups: dict[Problem, set[int]] = {}
-            for problem in ours:
-                groups.setdefault(replace(problem, **{axis: 0}), set()).add(getattr(problem, axis))
-            if groups:
-                key = max(groups, key=lambda each: len(groups[each]))
-                same = [r for r in rows if r.training == training and replace(r.problem, **{axis: 0}) == key]
-                panels.append((axis, training, sorted(same, key=lambda row: getattr(row.problem, axis))))
-    return panels
+    for what, axis in itertools.product((FORWARD, TRAINING), "TD"):
+        rows = [row for row in report.rows if (row.section, row.what) == ("sweep", what) and row.us]
+        fixed = Counter(replace(row.problem, **{axis: 0}) for row in rows if row.name == OURS).most_common(1)
+        rows = [row for row in rows if fixed and replace(row.problem, **{axis: 0}) == fixed[0][0]]
+        panels.append((axis, sorted(rows, key=lambda row: getattr(row.problem, axis))))
+    return [panel for panel in panels if panel[1]]
 
 
 def write_plot(report: Report, path: str) -> None:
@@ -684,38 +658,34 @@ def write_plot(report: Report, path: str) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    panels = sweep_axes(report)
+    panels = sweep_panels(report)
     if not panels:
         progress(f"--plot: nothing of section sweep was measured, so {path} is not written")
         return
-    count = math.ceil(len(panels) / 2)
-    figure, axes = pyplot.subplots(count, 2, figsize=(11, 4.2 * count), squeeze=False, layout="constrained")
-    for panel, (axis, training, rows) in zip(axes.flat, panels, strict=False):
-        ours = [row for row in rows if row.name == OURS]
-        lines = {None: [(getattr(row.problem, axis), row.floor_us) for row in ours if row.floor_us]}
+    lines = math.ceil(len(panels) / 2)
+    figure, axes = pyplot.subplots(lines, 2, figsize=(11, 4.2 * lines), squeeze=False, layout="constrained")
+    for panel, (axis, rows) in zip(axes.flat, panels, strict=False):
+        points: dict[str | None, list[tuple[int, float]]] = {None: []}
         for row in rows:
-            lines.setdefault(row.name, []).append((getattr(row.problem, axis), row.us))
-        for name, points in lines.items():
-            if points:
-                style, marker, colour = STYLES.get(name, ("-", "x", "#aaaaaa"))
-                width = 2.4 if name == OURS else 1.5
-                label = name or "floor: every byte once"
-                panel.plot(*zip(*points, strict=True), ls=style, marker=marker, color=colour, lw=width, label=label)
-        sizes = sorted({getattr(row.problem, axis) for row in rows})
-        problem = ours[0].problem
-        fixed = ", ".join(f"{name} = {getattr(problem, name)}" for name in "BTHD" if name != axis)
-        panel.set(xscale="log", yscale="log", ylabel="microseconds per call")
-        panel.set_xlabel(f"{axis}   ({fixed}, {problem.types}, {rows[0].method})")
-        panel.set_title(f"forward{' plus backward' if training else ''} against {axis}")
-        panel.set_xticks(sizes, [str(size) for size in sizes])
+            size = getattr(row.problem, axis)
+            points.setdefault(row.name, []).append((size, row.us))
+            if row.name == OURS and row.floor_us:
+                points[None].append((size, row.floor_us))
+        for name, pairs in points.items():
+            style, marker, colour = STYLES.get(name, ("-", "x", "#aaaaaa"))
+            look = {"ls": style, "marker": marker, "color": colour, "lw": 2.4 if name == OURS else 1.5}
+            panel.plot([x for x, _ in pairs], [y for _, y in pairs], **look, label=name or "floor: every byte once")
+        fixed = ", ".join(f"{name} = {getattr(rows[0].problem, name)}" for name in "BTHD" if name != axis)
+        panel.set(xscale="log", yscale="log", ylabel="microseconds per call", title=f"{rows[0].what} against {axis}")
+        panel.set_xlabel(f"{axis}   ({fixed}, {rows[0].problem.types}, {rows[0].method})")
+        panel.set_xticks([x for x, _ in points[OURS]], [str(x) for x, _ in points[OURS]])
         panel.minorticks_off()
-        panel.grid(True, which="major", color="#dddddd", lw=0.6)
+        panel.grid(True, color="#dddddd", lw=0.6)
         panel.legend(frameon=False)
     for empty in list(axes.flat)[len(panels) :]:
         empty.remove()
-    device = report.environment.get("GPU") or report.environment.get("CPU", "")
-    versions = f"torch {report.environment.get('torch')}, {report.environment.get('date')}"
-    figure.suptitle(f"gated_delta_jit, {device}, {versions}")
+    run = [report.environment.get(key, "") for key in ("GPU", "CPU", "torch", "date")]
+    figure.suptitle(", ".join(part for part in ("gated_delta_jit", *run) if part))
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
@@ -906,23 +876,12 @@ def prepare_touch(*inputs: torch.Tensor) -> Call:
 
 def copy_rate(device: str) -> float:
     """Bytes read plus bytes written per second by a large copy within the device's memory, outside a graph."""
-    size = 1 << 26
-    if device == "cuda":
-        size = min(1 << 31, torch.cuda.mem_get_info()[0] // 8)
-    source = torch.zeros(size // 4, device=device)
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(12):
-        if device == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            target.copy_(source)
-            end.record()
-            end.synchronize()
-            times.append(1e-3 * start.elapsed_time(end))
-        else:
-            times.append(seconds_of(partial(target.copy_, source)))
-    return 2 * source.numel() * source.element_size() / statistics.median(times[2:])
+    size = min(1 << 31, torch.cuda.mem_get_info()[0] // 8) if device == "cuda" else 1 << 26
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    copy = partial(torch.empty_like(source).copy_, source)
+    seconds_of(copy, 4)
+    # Eight in a row, so that launch and synchronize don't count.
+    return 2 * size / statistics.median(seconds_of(copy, 8) for _ in range(9))
 
 
 def cache_bytes() -> int:
@@ -940,24 +899,20 @@ def cache_bytes() -> int:
 class Candidate:
     """An implementation, or a limit. `prepare` does what a caller does once, untimed, and returns the timed call.
 
-    `prepare` gets q, k, v, gate, and its call returns y. `prepare_training` gets dy as well, and its call returns the
-    gradients of q, k, v and of gate or, with `of_log_gate`, of the gate's logarithm.
+    By what is to be computed: FORWARD's gets q, k, v, gate, and its call returns y; TRAINING's gets dy as well, and its
+    call returns the gradients of q, k, v and of gate or, with `of_log_gate`, of the gate's logarithm.
     """
 
     name: str
-    prepare: Callable[..., Call] | None = None
-    prepare_training: Callable[..., Call] | None = None
+    prepare: dict[str, Callable[..., Call]]
     of_log_gate: bool = False
     methods: tuple[str, ...] = ("graph", "eager")
     judged: bool = True
 
-    def call(self, arguments: Inputs) -> Call:
-        return (self.prepare if len(arguments) == 4 else self.prepare_training)(*arguments)
-
-    def results(self, arguments: Inputs) -> list[torch.Tensor]:
+    def results(self, what: str, arguments: Arguments) -> list[torch.Tensor]:
         """Of one call: [y] or the gradients of q, k, v, gate."""
-        results = self.call(arguments)()
-        if len(arguments) == 4:
+        results = self.prepare[what](*arguments)()
+        if what == FORWARD:
             return [results]
         if self.of_log_gate:
             return [*results[:3], results[3].double() / arguments[3].double()]
@@ -975,7 +930,7 @@ def training_step(function: Callable[..., torch.Tensor], *arguments: torch.Tenso
 
 
 def from_module(name: str, module: torch.nn.Module) -> Candidate:
-    return Candidate(name, lambda *inputs: partial(module, *inputs), partial(training_step, module))
+    return Candidate(name, {FORWARD: partial(partial, module), TRAINING: partial(training_step, module)})
 
 
 def prepare_null(*arguments: torch.Tensor) -> Call:
@@ -997,13 +952,13 @@ def prepare_null(*arguments: torch.Tensor) -> Call:
 
 
 LIMITS = [
-    Candidate("torch.add(q, k)", lambda q, k, *_: partial(torch.add, q, k), judged=False),
-    Candidate("null autograd.Function", None, prepare_null, methods=("eager",), judged=False),
+    Candidate("torch.add(q, k)", {FORWARD: lambda q, k, *_: partial(torch.add, q, k)}, judged=False),
+    Candidate("null autograd.Function", {TRAINING: prepare_null}, methods=("eager",), judged=False),
 ]
 if triton is not None:
     LIMITS += [
-        Candidate(EMPTY, lambda *_: empty_kernel[(1,)], methods=("graph",), judged=False),
-        Candidate(TOUCH, prepare_touch, methods=("graph",), judged=False),
+        Candidate(EMPTY, {FORWARD: lambda *_: empty_kernel[(1,)]}, methods=("graph",), judged=False),
+        Candidate(TOUCH, {FORWARD: prepare_touch}, methods=("graph",), judged=False),
     ]
 
 
@@ -1058,8 +1013,8 @@ def load_fla() -> tuple[list[Candidate], str]:
         return training_step(recurrent, q, k, v, gate.float().log(), dy)
 
     peers = [
-        Candidate("FLA recurrent", with_log(recurrent), train_recurrent, of_log_gate=True),
-        Candidate("FLA chunk", with_log(chunk), with_log(chunk_training), of_log_gate=True),
+        Candidate("FLA recurrent", {FORWARD: with_log(recurrent), TRAINING: train_recurrent}, of_log_gate=True),
+        Candidate("FLA chunk", {FORWARD: with_log(chunk), TRAINING: with_log(chunk_training)}, of_log_gate=True),
     ]
     return peers, version
 
@@ -1072,30 +1027,24 @@ def silence_process() -> None:
     os.dup2(nowhere, 2)
 
 
-def call_fla_once(problem: Problem, training: bool) -> None:
+def call_fla_once(problem: Problem, what: str) -> None:
     """In a child process: both implementations."""
     for peer in load_fla()[0]:
-        try:
-            peer.call(arguments_of(problem, "cuda", training))()
-        except Exception as error:  # the parent meets the same error and shows it
-            progress(brief(error))
+        with contextlib.suppress(Exception):  # the parent meets the same error and shows it
+            peer.results(what, make_arguments(problem, "cuda", what))
     synchronize()
-    # The process goes on with the next case.
-    free_memory()
+    free_memory()  # the process goes on with the next case
 
 
-def precompile_fla(cases: Sequence[tuple[Problem, bool]]) -> None:
-    """Fill Triton's cache with FLA's kernels, one process for each head size, dtype and direction.
+def precompile_fla(cases: Sequence[tuple[Problem, str]]) -> None:
+    """Fill Triton's cache with FLA's kernels, several head sizes, dtypes and directions at a time.
 
     FLA's autotuner compiles some 90 variants of each, one after another: about a minute for every head size. This only
     compiles them side by side; the choice among them is still FLA's own, made in this process on a quiet GPU.
     """
-    cases = list({(p.H, p.D, p.dtype, training): (p, training) for p, training in cases}.values())
-    workers = (os.cpu_count() or 1) // 2
-    if workers < 2 or len(cases) < 2:
-        progress(f"FLA tunes itself for {len(cases)} head sizes and dtypes: allow a minute each")
-        return
-    progress(f"compiling FLA's kernels for {len(cases)} head sizes and dtypes, {workers} at a time: a minute or two")
+    cases = list({(p.H, p.D, p.dtype, what): (p, what) for p, what in cases}.values())
+    workers = max(1, (os.cpu_count() or 1) // 2)
+    progress(f"compiling FLA's kernels for {len(cases)} head sizes and dtypes, {workers} at a time: allow minutes")
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(workers, context, silence_process)
     try:
@@ -1120,7 +1069,7 @@ class Section:
     """Problems that are measured alike."""
 
     name: str
-    training: bool  # forward plus backward
+    what: str
     problems: Sequence[Problem]
     beside: Sequence[Candidate] = ()  # what is measured beside ours
     methods: tuple[str, ...] = ("graph",)
@@ -1135,7 +1084,7 @@ class Bench:
     report: Report
     library: ModuleType
     device: str
-    quick: bool = False
+    quick: bool
     bytes_per_second: float = math.nan
 
     @property
@@ -1149,43 +1098,44 @@ class Bench:
         looser = self.device == "cuda" and on_tensor_cores(problem)
         return (TENSOR_CORE_TOLERANCE if looser else TOLERANCE)[problem.dtype]
 
-    def measure_limits(self) -> None:
+    def measure_copy_rate(self) -> None:
         progress("copy rate")
         self.bytes_per_second = copy_rate(self.device)
         self.report.environment["copy rate"] = f"{self.bytes_per_second / 1e12:.3g} TB/s read plus written"
         self.report.say(f"{'copy rate':16}{self.report.environment['copy rate']}")
 
-    def measure_precision(self, problems: Sequence[Problem], others: Sequence[Candidate], training: bool) -> None:
+    def measure_precision(self, what: str, problems: Sequence[Problem], others: Sequence[Candidate]) -> None:
         """Ours and others against the oracle, by kind of gate."""
-        with_states = partial(partial, gradients_with_states, self.library.gated_delta)
+        progress(f"precision, {what}, problems: {len(problems)}")
         for problem in problems:
+            known = len(self.report.checks)
             # The loop in float64 is the oracle, and no peer has float64.
             candidates = [self.ours, *(others if problem.dtype != torch.float64 else [])]
-            for gates in ["mixed"] if training else GATES:
-                arguments = arguments_of(problem, self.device, training, 1, gates)
+            for gates in ["mixed"] if what == TRAINING else GATES:
+                arguments = make_arguments(problem, self.device, what, 1, gates)
                 judge = Judge(arguments, gates)
                 for candidate in candidates:
-                    self.judge("precision", candidate, problem, arguments, judge)
-            if training:
+                    self.judge("precision", what, candidate, problem, arguments, judge)
+            if what == TRAINING:
                 generator = torch.Generator(self.device).manual_seed(2)
                 shape = (problem.B, problem.H, problem.D, problem.D)
                 like = {"device": self.device, "dtype": torch.promote_types(problem.dtype, torch.float32)}
                 arguments += tuple(torch.randn(shape, generator=generator, **like) for _ in range(2))
-                ours = Candidate(f"{OURS}, states", None, with_states)
-                self.judge("precision", ours, problem, arguments, Judge(arguments))
-            self.report.show()
+                function = partial(partial, gradients_with_states, self.library.gated_delta)
+                ours = Candidate(f"{OURS}, states", {what: function})
+                self.judge("precision", what, ours, problem, arguments, Judge(arguments))
+            self.report.print(precision_tables(self.report.checks[known:]))
 
     def judge(
-        self, section: str, candidate: Candidate, problem: Problem, arguments: Inputs, judge: Judge
+        self, section: str, what: str, candidate: Candidate, problem: Problem, arguments: Arguments, judge: Judge
     ) -> tuple[float | None, str]:
         """Calls the candidate in poisoned memory. Its error, all being recorded, and why it isn't to be timed."""
-        poison(*arguments)
         note = ""
+        poison(*arguments)
         try:
-            errors = judge.errors(candidate.results(arguments))
+            errors = judge.errors(candidate.results(what, arguments))
         except Exception as failure:  # a peer that fails is a result, and so are we
-            ours = candidate.name == OURS
-            if ours and isinstance(failure, torch.cuda.OutOfMemoryError):
+            if candidate.name == OURS and isinstance(failure, torch.cuda.OutOfMemoryError):
                 raise
             note = brief(failure)
             errors = [(gates, of, None) for gates in judge.kinds for of in judge.names]
@@ -1213,82 +1163,78 @@ class Bench:
             return 1  # it leaves nothing there that the next call could use
         return max(2, math.ceil(2 * cache_bytes() / problem.bytes()))
 
-    def floor_us(self, section: Section, problem: Problem, inputs: Inputs) -> float:
+    def floor_us(self, section: Section, problem: Problem, inputs: Arguments) -> float:
         """Microseconds that the bytes take: those of the touch kernel where they fit into L2, else at the copy rate."""
         small = self.device == "cuda" and problem.bytes() < cache_bytes() / 8
-        if small and not section.training and triton is not None:
+        if small and section.what == FORWARD and triton is not None:
             try:
                 return time_graph([prepare_touch(*inputs)], self.quick, section.seconds)["us"]
             except Exception as failure:  # without the touch kernel the rest is still worth having
                 raise_interrupt(failure)
                 progress(f"the touch kernel fails, the copy rate takes its place: {brief(failure)}")
-        return 1e6 * problem.bytes(section.training) / self.bytes_per_second
+        return 1e6 * problem.bytes(section.what) / self.bytes_per_second
 
     def run(self, section: Section) -> None:
-        if section.problems:
-            progress(f"{title_of(section.name, section.training).removesuffix(UNIT)}, shapes: {len(section.problems)}")
+        progress(f"{SECTIONS[section.name]}, {section.what}, shapes: {len(section.problems)}")
         for problem in section.problems:
-            row = Row(section.name, OURS, problem, section.training, section.methods[0])
-            sets = self.buffer_sets(problem)
-            # Beside the buffers, the float32 numbers that they are drawn as.
-            needed = sets * problem.bytes(section.training) + 12 * math.prod(problem.shape)
+            row = Row(section.name, OURS, problem, section.what, section.methods[0])
+            row.buffer_sets = self.buffer_sets(problem)
+            # Beside the buffers, the five float32 arrays that they are drawn as.
+            needed = row.buffer_sets * problem.bytes(section.what) + 20 * math.prod(problem.shape)
             if self.device == "cuda" and needed > min(LARGEST, 0.9 * torch.cuda.mem_get_info()[0]):
                 self.report.add(replace(row, note=f"needs {needed / 1e9:.0f} GB, left out"))
                 continue
             try:
-                self.measure(section, problem, sets)
+                self.measure(section, row)
             except torch.cuda.OutOfMemoryError as failure:
                 self.report.add(replace(row, note=brief(failure)))
             if needed > 1 << 28:
                 free_memory()
 
-    def measure(self, section: Section, problem: Problem, sets: int) -> None:
-        """One problem: everything is judged first, then timed."""
-        training = section.training
-        candidates = [self.ours, *section.beside]
-        candidates = [each for each in candidates if (each.prepare_training if training else each.prepare)]
-        arguments = arguments_of(problem, self.device, training, 1, "mixed")
+    def measure(self, section: Section, row: Row) -> None:
+        """One problem: everything is judged first, then timed. `row`: what all of its rows have in common."""
+        what, problem = section.what, row.problem
+        candidates = [each for each in (self.ours, *section.beside) if what in each.prepare]
+        arguments = make_arguments(problem, self.device, what, 1, "mixed")
         judge = Judge(arguments)
         verdicts: dict[str, tuple[float | None, str]] = {}
         for candidate in candidates:
             if candidate.judged:
-                verdicts[candidate.name] = self.judge(section.name, candidate, problem, arguments, judge)
+                verdicts[candidate.name] = self.judge(section.name, what, candidate, problem, arguments, judge)
         del arguments, judge
-        buffers = [arguments_of(problem, self.device, training, seed) for seed in range(sets)]
+        buffers = [make_arguments(problem, self.device, what, seed) for seed in range(row.buffer_sets)]
         floor_us = self.floor_us(section, problem, buffers[0][:4])
 
+        eager_rows: list[Row] = []
         in_turn: dict[str, Call] = {}
-        rows: dict[str, Row] = {}
         for candidate in candidates:
             methods = [method for method in section.methods if method in candidate.methods]
             if not methods:
                 continue
             error, note = verdicts.get(candidate.name, (None, ""))
-            row = Row(section.name, candidate.name, problem, training, methods[0], buffer_sets=sets)
-            row = replace(row, error=error, note=note, floor_us=floor_us if candidate.judged else None)
-            calls: list[Call] = []
+            row = replace(row, name=candidate.name, method=methods[0], error=error, note=note, peak_bytes=None)
+            row.floor_us = floor_us if candidate.judged else None
             try:
-                if not note:
-                    calls = [candidate.call(each) for each in buffers]
-                    seconds = seconds_of(calls[0])
-                    row.note = f"{1e3 * seconds:.0f} ms a call, not timed" if seconds > section.slow else ""
-                    if training and self.device == "cuda":
-                        row.peak_bytes = peak_memory(calls[0])
+                calls = [] if note else [candidate.prepare[what](*each) for each in buffers]
+                if calls and (seconds := seconds_of(calls[0])) > section.slow:
+                    row.note = f"{1e3 * seconds:.0f} ms a call, not timed"
+                elif calls and what == TRAINING and self.device == "cuda":
+                    row.peak_bytes = peak_memory(calls[0])
             except Exception as failure:  # a peer that fails is a result
                 row.note = brief(failure)
             if row.note:
                 self.report.add(row)
                 continue
             if "graph" in methods:
-                self.report.add(self.in_graph(replace(row, method="graph"), calls, section))
+                self.report.add(self.in_graph(row, calls, section))
             if "eager" in methods:
-                rows[candidate.name] = replace(row, method="eager", buffer_sets=1)
+                eager_rows.append(replace(row, method="eager", buffer_sets=1))
                 in_turn[candidate.name] = calls[0]
-        pace = (7 if self.quick else 25), 0.02, 6.0
-        if self.device == "cpu":
-            pace = (3 if self.quick else 7), 0.05, 2.0
-        for name, timing in time_eager(in_turn, *pace).items():
-            self.report.add(replace(rows[name], **timing))
+        # Rounds, seconds for each round of a call, seconds in all.
+        pace = (7 if self.quick else 25, 0.02, 6.0) if self.device == "cuda" else (3 if self.quick else 7, 0.05, 2.0)
+        timings = time_eager(in_turn, *pace)
+        for row in eager_rows:
+            self.report.add(replace(row, **timings[row.name]))
 
     def in_graph(self, row: Row, calls: Sequence[Call], section: Section) -> Row:
         """The row with its time in a graph; a failure becomes its note."""
@@ -1303,31 +1249,32 @@ class Bench:
 # The run
 # ----------------------------------------------------------------------------------------------------------------------
 
-
-def short_problems(quick: bool) -> list[Problem]:
-    """Where launch and latency count as much as bytes: one step of many heads, and 64 to 512 steps of 8 or 64 heads."""
-    sizes, lengths = ([16, 64], [128]) if quick else ([16, 32, 64], [64, 128, 256, 512])
-    decode = [Problem(64, T, 16, D, BF16) for D in (64, 128) for T in (1, 4)]
-    points = itertools.product((F32, BF16), sizes, lengths, (1, 8))
-    return decode[: 2 if quick else 4] + [Problem(B, T, 8, D, dtype) for dtype, D, T, B in points]
-
-
-TRAINING = [
+BF16, F32 = torch.bfloat16, torch.float32
+PRECISE = Problem(16, 256, 8, 64)  # large enough for tensor cores
+TRAINING_SHAPES = [
     Problem(8, 2048, 16, 64, BF16),
-    Problem(16, 2048, 16, 64, BF16),
-    Problem(8, 2048, 16, 128, BF16),
-    Problem(16, 2048, 32, 128, BF16),
     Problem(8, 2048, 16, 64),
+    Problem(8, 2048, 16, 128, BF16),
+    Problem(16, 2048, 16, 64, BF16),
+    Problem(16, 2048, 32, 128, BF16),
     Problem(8, 2048, 16, 128),
     Problem(4, 4096, 16, 256, BF16),
     Problem(8, 2047, 16, 64, BF16),
     Problem(8, 2048, 16, 64, torch.float16),
     Problem(8, 2048, 16, 64, BF16, F32),
 ]
-LONG = [Problem(1, 8192, 8, 64, BF16), Problem(1, 32768, 16, 128, BF16), Problem(1, 131072, 4, 64, BF16)]
+LONG_SHAPES = [Problem(1, 8192, 8, 64, BF16), Problem(1, 32768, 16, 128, BF16), Problem(1, 131072, 4, 64, BF16)]
 
 
-def grid_problems(quick: bool) -> list[Problem]:
+def short_shapes(quick: bool) -> list[Problem]:
+    """Where launch and latency count as much as bytes: few steps of many heads, 64 to 512 steps of 8 or 64 heads."""
+    sizes, lengths = ([16, 64], [128]) if quick else ([16, 32, 64], [64, 128, 256, 512])
+    decode = [Problem(64, T, 16, D, BF16) for D in (64, 128) for T in (1, 4)]
+    points = itertools.product((F32, BF16), sizes, lengths, (1, 8))
+    return decode[: 2 if quick else 4] + [Problem(B, T, 8, D, dtype) for dtype, D, T, B in points]
+
+
+def grid_shapes(quick: bool) -> list[Problem]:
     """From one pair (b, h) and one step to 1024 pairs of 8192 steps; at most 16 heads a batch."""
     pairs = [1, 16, 256] if quick else [1, 4, 16, 64, 256, 1024]
     lengths = [1, 128, 8192] if quick else [1, 16, 128, 1024, 8192]
@@ -1336,59 +1283,74 @@ def grid_problems(quick: bool) -> list[Problem]:
     return [Problem(max(1, n // 16), T, min(n, 16), D, dtype) for dtype, D, T, n in points]
 
 
-def sweep_problems(device: str) -> list[Problem]:
+def sweep_shapes(base: Problem, lengths: Sequence[int], sizes: Sequence[int]) -> list[Problem]:
     """For the plot: T with D fixed, then D with T fixed; one point is in both."""
-    if device == "cpu":
-        problems = [Problem(1, T, 8, 32) for T in (16, 64, 256, 1024)]
-        return problems + [Problem(1, 256, 8, D) for D in (8, 16, 64, 128)]
-    problems = [Problem(8, T, 16, 64, BF16) for T in (16, 64, 256, 1024, 2048, 4096, 16384)]
-    return problems + [Problem(8, 2048, 16, D, BF16) for D in (16, 32, 128, 256)]
+    return list(dict.fromkeys([replace(base, T=T) for T in lengths] + [replace(base, D=D) for D in sizes]))
+
+
+def gpu_sections(what: str, quick: bool, loop: Candidate, peers: Sequence[Candidate]) -> list[Section]:
+    both = ("graph", "eager")
+    base = TRAINING_SHAPES[0]
+    sweep = sweep_shapes(base, (16, 64, 256, 1024, 2048, 4096, 16384), (16, 32, 64, 128, 256))
+    if what == TRAINING:
+        short, training, long = [], TRAINING_SHAPES[: 2 if quick else 3], [] if quick else LONG_SHAPES[1:2]
+    else:
+        short = short_shapes(quick)
+        training, long = (TRAINING_SHAPES[:3], LONG_SHAPES[:1]) if quick else (TRAINING_SHAPES, LONG_SHAPES)
+    sections = [
+        Section("seed", what, [SEED], [*LIMITS, loop, *peers], both, slow=5.0),
+        Section("short", what, short, peers),
+        Section("training", what, training, peers),
+        Section("long", what, long, peers),
+        Section("grid", what, grid_shapes(quick) if what == FORWARD else [], seconds=0.03, slow=0.02),
+        Section("sweep", what, sweep, [loop, *peers]),
+    ]
+    return sections
+
+
+def cpu_sections(what: str, quick: bool, loop: Candidate) -> list[Section]:
+    # Backward through the loop is quadratic in T.
+    lists = {
+        "seed": [SEED],
+        "short": [Problem(16, 1, 16, 64)],
+        "training": [Problem(4, 256 if what == FORWARD else 128, 8, 64)],
+        "long": [] if quick or what == TRAINING else [Problem(1, 1024, 8, 64)],
+        "sweep": sweep_shapes(Problem(1, 256, 8, 32), (16, 64, 256, 1024), (8, 16, 32, 64, 128)),
+    }
+    return [
+        Section(name, what, problems, [*(LIMITS if name == "seed" else []), loop], ("eager",), slow=5.0)
+        for name, problems in lists.items()
+    ]
 
 
 def plan(options: argparse.Namespace, device: str, peers: Sequence[Candidate]) -> list[Section]:
     """The timed sections in the order in which they run."""
     loop = from_module(LOOP, Model())
     on_cpu = device == "cpu"
-    both = ("eager",) if on_cpu else ("graph", "eager")
-    usual = {"methods": ("eager",), "beside": [loop], "slow": 5.0} if on_cpu else {"beside": peers}
-    with_loop = {"methods": ("eager",), "beside": [loop], "slow": 5.0} if on_cpu else {"beside": [loop, *peers]}
-    quick = options.quick
-    found: list[Section] = []
-    for training in options.directions:
+    methods = ("eager",) if on_cpu else ("graph", "eager")
+    sections: list[Section] = []
+    for what in options.directions:
         if options.shapes:
-            found.append(Section("shapes", training, options.shapes, **{**with_loop, "methods": both}))
-            continue
-        beside = [*LIMITS, loop, *peers]
-        found.append(Section("seed", training, [SEED], beside, both, slow=5.0))
-        if on_cpu:
-            # Backward through the loop is quadratic in T.
-            lists = {"short": [Problem(16, 1, 16, 64)], "training": [Problem(4, 128 if training else 256, 8, 64)]}
-            lists["long"] = [] if training or quick else [Problem(1, 1024, 8, 64)]
-        elif training:
-            lists = {"training": [TRAINING[0], TRAINING[4], *([] if quick else [TRAINING[2]])]}
-            lists["long"] = [] if quick else LONG[1:2]
+            sections.append(
+                Section("shapes", what, options.shapes, [loop, *peers], methods, slow=5.0 if on_cpu else 0.25)
+            )
+        elif on_cpu:
+            sections += cpu_sections(what, options.quick, loop)
         else:
-            lists = {"short": short_problems(quick), "training": TRAINING[:8:2] if quick else TRAINING}
-            lists["long"] = LONG[:1] if quick else LONG
-        for name, problems in lists.items():
-            found.append(Section(name, training, in_dtype(problems, options.dtype), **usual))
-        grid = in_dtype(grid_problems(quick), options.dtype)
-        if not on_cpu and not training:
-            found.append(Section("grid", training, grid, seconds=0.03, slow=0.02))
-        found.append(Section("sweep", training, in_dtype(sweep_problems(device), options.dtype), **with_loop))
-    found = [section for section in found if section.name in options.only and section.problems]
+            sections += gpu_sections(what, options.quick, loop, peers)
+    sections = [
+        section
+        if section.name in ("seed", "shapes")
+        else replace(section, problems=in_dtype(section.problems, options.dtype))
+        for section in sections
+        if section.name in options.only and section.problems
+    ]
     # Compiling takes minutes, so that it comes last.
-    if options.torch_compile and not on_cpu and any(section.name == "seed" for section in found):
+    if options.torch_compile and not on_cpu and any(section.name == "seed" for section in sections):
         compiled = from_module("torch.compile of the loop", torch.compile(Model(), dynamic=False))
-        found.append(Section("compiled", False, [SEED], [replace(compiled, prepare_training=None)], both, slow=5.0))
-    return found
-
-
-def processor_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+        forward = replace(compiled, prepare={FORWARD: compiled.prepare[FORWARD]})
+        sections.append(Section("compiled", FORWARD, [SEED], [forward], methods, slow=5.0))
+    return sections
 
 
 def describe(library: ModuleType, device: str, fla: str) -> dict[str, str]:
@@ -1406,7 +1368,10 @@ def describe(library: ModuleType, device: str, fla: str) -> dict[str, str]:
         environment["GPU"] = f"{properties.name} ({capability}, {properties.multi_processor_count} SMs)"
         environment["FLA"] = fla
     else:
-        environment["CPU"] = f"{processor_name()}, {torch.get_num_threads()} threads"
+        cpuinfo = Path("/proc/cpuinfo")
+        lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        environment["CPU"] = f"{[*names, platform.machine()][0]}, {torch.get_num_threads()} threads"
     return environment
 
 
@@ -1458,9 +1423,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--plot needs matplotlib: pip install matplotlib")
     default = options.dtype or torch.float32
     options.shapes = [Problem(*sizes, dtype or default, gate) for sizes, dtype, gate in options.shapes or []]
-    options.directions = [training for training in (False, True) if training or not options.backward]
-    if options.forward:
-        options.directions = [False]
+    options.directions = [TRAINING] if options.backward else [FORWARD] if options.forward else [FORWARD, TRAINING]
     only = options.only or [name for name in SECTIONS if name not in ("grid", "sweep")]
     options.only = {*only, *(["grid"] if options.grid else []), *(["sweep"] if options.plot else [])}
     for path in filter(None, (options.json, options.csv, options.plot)):
@@ -1475,20 +1438,17 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def run(bench: Bench, options: argparse.Namespace, peers: Sequence[Candidate]) -> None:
     """Everything asked for: precision first, and nothing is timed when it is wrong."""
     sections = plan(options, bench.device, peers)
-    with_peers = peers if "precision" in options.only and not options.shapes else []
-    dtypes = list(TOLERANCE)
-    problems = [replace(SEED, dtype=dtype) for dtype in dtypes]
+    precise = [replace(SEED, dtype=dtype) for dtype in TOLERANCE]
     if bench.device == "cuda" and not options.quick:
-        # Large enough for tensor cores.
-        problems += [Problem(16, 256, 8, 64, dtype) for dtype in dtypes if dtype != torch.float64]
-    bench.measure_limits()
+        precise += [replace(PRECISE, dtype=dtype) for dtype in TENSOR_CORE_TOLERANCE]
+    others = peers if "precision" in options.only and not options.shapes else []
+    bench.measure_copy_rate()
     if peers:
-        cases = [(problem, section.training) for section in sections for problem in section.problems if section.beside]
-        cases += [(problem, training) for training in options.directions for problem in problems if with_peers]
+        cases = [(problem, section.what) for section in sections if section.beside for problem in section.problems]
+        cases += itertools.product(precise if others else [], options.directions)
         precompile_fla([case for case in cases if case[0].dtype != torch.float64])
-    for training in options.directions:
-        progress(f"precision of {'the gradients' if training else 'y'}, {len(problems)} problems")
-        bench.measure_precision(problems, [from_module(LOOP, Model()), *with_peers], training)
+    for what in options.directions:
+        bench.measure_precision(what, precise, [from_module(LOOP, Model()), *others])
     if not bench.report.right:
         progress("nothing is timed, because results are wrong")
         return
@@ -1497,7 +1457,6 @@ def run(bench: Bench, options: argparse.Namespace, peers: Sequence[Candidate]) -
 
 
 def write_results(report: Report, options: argparse.Namespace) -> None:
-    report.show()
     report.say()
     for sentence in summary(report):
         report.say(sentence)
@@ -1521,6 +1480,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             progress(f"{options.source} is no JSON of bench.py: {brief(error)}")
             return 2
         report.stream = stream
+        report.print(tables(report))
         write_results(report, options)
         return 0 if report.right else 1
     try:
