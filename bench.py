@@ -567,10 +567,10 @@ def tables(report: Report) -> list[Table]:
     return precision_tables(report.checks) + timing_tables(report, report.rows)
 
 
-def span(values: Iterable[float], form: str, unit: str) -> str:
+def span(values: Sequence[float], unit: str = "") -> str:
     """ "3 %", or "3 % to 5 %"."""
-    ends = sorted(values)
-    return " to ".join(dict.fromkeys(f"{end:{form}}{unit}" for end in (ends[0], ends[-1])))
+    ends = [f"{end:{'.0f' if end >= 100 or unit else '.3g'}}{unit}" for end in (min(values), max(values))]
+    return " to ".join(dict.fromkeys(ends))
 
 
 def summary(report: Report) -> list[str]:
@@ -586,11 +586,11 @@ def summary(report: Report) -> list[str]:
         ours = [row for row in rows if row.name == OURS]
         parts = [f"{microseconds(ours[0].us)} us"] if len(ours) == 1 else []
         if method == "graph" and (shares := [100 * row.floor_share for row in ours if row.floor_share]):
-            parts.append(f"{span(shares, '.0f', ' %')} of the floor")
+            parts.append(f"{span(shares, ' %')} of the floor")
         for name in dict.fromkeys(row.name for row in rows if row.name not in (OURS, TOUCH, EMPTY)):
             pairs = [(row.us, report.find(row, OURS)) for row in rows if row.name == name]
             if ratios := [us / base.us for us, base in pairs if base]:
-                longer = f"{name} takes {span(ratios, '.3g', '')} times as long"
+                longer = f"{name} takes {span(ratios)} times as long"
                 parts.append(longer if max(ratios) > 1 else f"{1 / max(ratios):.3g} times {name}")
         if parts:
             where = f"{title} at {ours[0].problem}" if len(ours) == 1 else title
@@ -613,11 +613,16 @@ def share_chart(report: Report) -> str:
     return "\n".join(["```text", *lines, "```"])
 
 
+def run_of(report: Report) -> str:
+    """Where and when, in a line."""
+    keys = ("GPU", "CPU", "torch", "CUDA", "triton", "FLA", "copy rate", "date")
+    found = {key: report.environment[key] for key in keys if key in report.environment}
+    return ", ".join(text if key in ("GPU", "CPU", "date") else f"{key} {text}" for key, text in found.items())
+
+
 def markdown_blocks(report: Report) -> dict[str, str]:
     """README's generated blocks by name, markers included."""
-    environment = report.environment
-    keys = [key for key in ("GPU", "CPU", "torch", "CUDA", "triton", "FLA", "copy rate", "date") if key in environment]
-    run = ", ".join(environment[key] if key in ("GPU", "CPU", "date") else f"{key} {environment[key]}" for key in keys)
+    run = run_of(report)
     sentences = "\n".join(f"- {sentence}" for sentence in summary(report))
     texts = {
         "figures": [f"One run of `bench.py`: {run}.", sentences, share_chart(report)],
@@ -681,11 +686,11 @@ def write_plot(report: Report, path: str) -> None:
         panel.set_xticks([x for x, _ in points[OURS]], [str(x) for x, _ in points[OURS]])
         panel.minorticks_off()
         panel.grid(True, color="#dddddd", lw=0.6)
-        panel.legend(frameon=False)
     for empty in list(axes.flat)[len(panels) :]:
         empty.remove()
-    run = [report.environment.get(key, "") for key in ("GPU", "CPU", "torch", "date")]
-    figure.suptitle(", ".join(part for part in ("gated_delta_jit", *run) if part))
+    named = {label: line for panel in axes.flat for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    figure.legend(named.values(), named, loc="outside lower center", ncols=len(named), frameon=False, handlelength=4)
+    figure.suptitle(f"gated_delta_jit, {run_of(report)}")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
@@ -1062,6 +1067,8 @@ def precompile_fla(cases: Sequence[tuple[Problem, str]]) -> None:
 
 # A problem whose buffers need more than this, or than nine tenths of what is free, is left out.
 LARGEST = 40e9
+# Longer loops are left out: backward through the loop is quadratic in T.
+LOOP_STEPS = {FORWARD: 2048, TRAINING: 1024}
 
 
 @dataclass(frozen=True)
@@ -1195,6 +1202,7 @@ class Bench:
         """One problem: everything is judged first, then timed. `row`: what all of its rows have in common."""
         what, problem = section.what, row.problem
         candidates = [each for each in (self.ours, *section.beside) if what in each.prepare]
+        candidates = [each for each in candidates if each.name != LOOP or problem.T <= LOOP_STEPS[what]]
         arguments = make_arguments(problem, self.device, what, 1, "mixed")
         judge = Judge(arguments)
         verdicts: dict[str, tuple[float | None, str]] = {}
