@@ -85,10 +85,7 @@ Errors = list[tuple[str, str, float]]  # kind of gate, "y" or the gradient's nam
 # ----------------------------------------------------------------------------------------------------------------------
 
 SHORT_NAMES = {torch.float32: "f32", torch.float64: "f64", torch.float16: "fp16", torch.bfloat16: "bf16"}
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+LONG_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in SHORT_NAMES}
 
 
 @dataclass(frozen=True)
@@ -180,26 +177,19 @@ def make_arguments(problem: Problem, device: str, what: str, seed: int = 0, gate
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def oracle_gradients(
-    arguments: Sequence[torch.Tensor],
-    initial_state: torch.Tensor | None = None,
-    dfinal_state: torch.Tensor | None = None,
-    stretch: int = 16,
-) -> list[torch.Tensor]:
-    """The five gradients in float64: autograd through the reference loop, `stretch` steps at a time from the last back.
+def oracle_gradients(*arguments: torch.Tensor, stretch: int = 16) -> list[torch.Tensor]:
+    """The five gradients: autograd through the reference loop, `stretch` steps at a time from the last back.
 
-    All of time at once would keep every step's state, and PyTorch's gradient of a slice is as large as what it was cut
-    from, which makes the work quadratic in T.
+    Arguments: q, k, v, gate, dy, the initial state and what arrives at the final one. All of time at once would keep
+    every step's state, and PyTorch's gradient of a slice is as large as what it was cut from, which makes the work
+    quadratic in T.
     """
-    sequences = [x.double() for x in arguments]
-    B, T, H, K = sequences[0].shape
-    zeros = sequences[0].new_zeros(B, H, K, sequences[2].shape[-1])
-    parts = [[x[:, start : start + stretch] for x in sequences] for start in range(0, T, stretch)]
-    states = [zeros if initial_state is None else initial_state.double()]
+    *sequences, initial_state, dstate = arguments
+    parts = list(zip(*(x.split(stretch, dim=1) for x in sequences), strict=True))
+    states = [initial_state]
     with torch.no_grad():
         for *part, _ in parts[:-1]:
             states.append(gated_delta_reference(*part, initial_state=states[-1], output_final_state=True)[1])
-    dstate = zeros if dfinal_state is None else dfinal_state.double()
     gradients = []
     for (*part, part_dy), state in zip(reversed(parts), reversed(states), strict=True):
         leaves = [x.detach().requires_grad_() for x in (*part, state)]
@@ -223,12 +213,13 @@ def exact(arguments: Sequence[torch.Tensor], stretch: int = 256, lead: int = 128
     def whole(sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if len(sequences) == 4:
             return [gated_delta_reference(*sequences)[0]]
-        return oracle_gradients(sequences)[:4]
+        zeros = torch.zeros_like(sequences[0][:, 0, :, :, None] * sequences[2][:, 0, :, None])
+        return oracle_gradients(*sequences, zeros, zeros)[:4]
 
-    if len(arguments) > 5:
-        return oracle_gradients(arguments[:5], *arguments[5:])
     sequences = [x.double() for x in arguments]
     B, T = sequences[0].shape[:2]
+    if len(sequences) > 5:
+        return oracle_gradients(*sequences)
     if T <= stretch + 2 * lead:
         return whole(sequences)
     count = math.ceil(T / stretch)
@@ -248,11 +239,8 @@ def relative_error(y: torch.Tensor, oracle: torch.Tensor) -> float:
     """
     if y.shape != oracle.shape:
         return math.inf
-    error = (y.double() - oracle).norm().item()
-    size = oracle.norm().item()
-    if size == 0:
-        return error if error == 0 else math.inf
-    return error / size
+    error, size = (y.double() - oracle).norm().item(), oracle.norm().item()
+    return error / size if size else math.inf if error else 0.0
 
 
 def worst(errors: Iterable[float]) -> float:
@@ -292,8 +280,7 @@ class Judge:
 
 def poison(*tensors: torch.Tensor) -> None:
     """The allocator hands these blocks out again: an element of a result that nobody writes stays NaN."""
-    for_a_moment = [torch.full_like(x, math.nan) for x in tensors]
-    del for_a_moment
+    _ = [torch.full_like(x, math.nan) for x in tensors]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -316,7 +303,7 @@ class Measured:
             value = getattr(self, each.name)
             if isinstance(value, Problem):
                 value = dict(zip("BTHD", value.shape, strict=True))
-                value |= {"dtype": name_of(self.problem.dtype), "gate_dtype": name_of(self.problem.gate_dtype)}
+                value |= {name: LONG_NAMES[getattr(self.problem, name)] for name in ("dtype", "gate_dtype")}
             values.update(value if isinstance(value, dict) else {each.name: value})
         return {**values, **{name: getattr(self, name) for name in self.follows}}
 
@@ -411,7 +398,8 @@ class Report:
         measured = {"checks": [each.record() for each in self.checks], "rows": [each.record() for each in self.rows]}
         document = {"environment": self.environment, "right": self.right, **measured, "summary": summary(self)}
         # JSON has no NaN and no infinity: an error that is one of them becomes null.
-        Path(path).write_text(json.dumps(json_safe(document), indent=1, allow_nan=False) + "\n")
+        document = json.loads(json.dumps(document), parse_constant=lambda _: None)
+        Path(path).write_text(json.dumps(document, indent=1) + "\n")
 
     @staticmethod
     def read_json(path: str) -> "Report":
@@ -427,16 +415,6 @@ class Report:
             writer = csv.DictWriter(file, list(Row("", "", SEED).record()))
             writer.writeheader()
             writer.writerows(row.record() for row in self.rows)
-
-
-def json_safe(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: json_safe(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [json_safe(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def progress(text: str) -> None:
@@ -1296,68 +1274,49 @@ def sweep_shapes(base: Problem, lengths: Sequence[int], sizes: Sequence[int]) ->
     return list(dict.fromkeys([replace(base, T=T) for T in lengths] + [replace(base, D=D) for D in sizes]))
 
 
-def gpu_sections(what: str, quick: bool, loop: Candidate, peers: Sequence[Candidate]) -> list[Section]:
-    both = ("graph", "eager")
-    base = TRAINING_SHAPES[0]
-    sweep = sweep_shapes(base, (16, 64, 256, 1024, 2048, 4096, 16384), (16, 32, 64, 128, 256))
-    if what == TRAINING:
-        short, training, long = [], TRAINING_SHAPES[: 2 if quick else 3], [] if quick else LONG_SHAPES[1:2]
-    else:
-        short = short_shapes(quick)
-        training, long = (TRAINING_SHAPES[:3], LONG_SHAPES[:1]) if quick else (TRAINING_SHAPES, LONG_SHAPES)
-    sections = [
-        Section("seed", what, [SEED], [*LIMITS, loop, *peers], both, slow=5.0),
-        Section("short", what, short, peers),
-        Section("training", what, training, peers),
-        Section("long", what, long, peers),
-        Section("grid", what, grid_shapes(quick) if what == FORWARD else [], seconds=0.03, slow=0.02),
-        Section("sweep", what, sweep, [loop, *peers]),
-    ]
-    return sections
-
-
-def cpu_sections(what: str, quick: bool, loop: Candidate) -> list[Section]:
-    # Backward through the loop is quadratic in T.
-    lists = {
-        "seed": [SEED],
-        "short": [Problem(16, 1, 16, 64)],
-        "training": [Problem(4, 256 if what == FORWARD else 128, 8, 64)],
-        "long": [] if quick or what == TRAINING else [Problem(1, 1024, 8, 64)],
-        "sweep": sweep_shapes(Problem(1, 256, 8, 32), (16, 64, 256, 1024), (8, 16, 32, 64, 128)),
-    }
-    return [
-        Section(name, what, problems, [*(LIMITS if name == "seed" else []), loop], ("eager",), slow=5.0)
-        for name, problems in lists.items()
-    ]
-
-
 def plan(options: argparse.Namespace, device: str, peers: Sequence[Candidate]) -> list[Section]:
     """The timed sections in the order in which they run."""
+    quick = options.quick
     loop = from_module(LOOP, Model())
+    beside = [loop, *peers]
     on_cpu = device == "cpu"
-    methods = ("eager",) if on_cpu else ("graph", "eager")
+    both = {"methods": ("eager",) if on_cpu else ("graph", "eager"), "slow": 5.0}
     sections: list[Section] = []
     for what in options.directions:
+        sections += [
+            Section("shapes", what, options.shapes, beside, **both),
+            Section("seed", what, [] if options.shapes else [SEED], [*LIMITS, *beside], **both),
+        ]
+        shapes = dict.fromkeys(SECTIONS, ())
         if options.shapes:
-            sections.append(
-                Section("shapes", what, options.shapes, [loop, *peers], methods, slow=5.0 if on_cpu else 0.25)
-            )
-        elif on_cpu:
-            sections += cpu_sections(what, options.quick, loop)
+            continue
+        if on_cpu:
+            shapes["short"] = [Problem(16, 1, 16, 64)]
+            shapes["training"] = [Problem(4, 256 if what == FORWARD else 128, 8, 64)]
+            shapes["long"] = [Problem(1, 1024, 8, 64)] if what == FORWARD and not quick else []
+            shapes["sweep"] = sweep_shapes(Problem(1, 256, 8, 32), (16, 64, 256, 1024), (8, 16, 32, 64, 128))
         else:
-            sections += gpu_sections(what, options.quick, loop, peers)
-    sections = [
-        section
-        if section.name in ("seed", "shapes")
-        else replace(section, problems=in_dtype(section.problems, options.dtype))
-        for section in sections
-        if section.name in options.only and section.problems
-    ]
+            lengths = (16, 64, 256, 1024, 2048, 4096, 16384)
+            shapes["sweep"] = sweep_shapes(TRAINING_SHAPES[0], lengths, (16, 32, 64, 128, 256))
+            if what == FORWARD:
+                shapes["short"], shapes["grid"] = short_shapes(quick), grid_shapes(quick)
+            few = what == TRAINING or quick
+            shapes["training"] = TRAINING_SHAPES[: 3 if few else None]
+            shapes["long"] = [] if what == TRAINING and quick else LONG_SHAPES[: 2 if few else None]
+        for name, problems in shapes.items():
+            problems = in_dtype(problems, options.dtype)
+            if name == "grid":
+                sections.append(Section(name, what, problems, seconds=0.03, slow=0.02))
+            elif on_cpu:
+                sections.append(Section(name, what, problems, beside, **both))
+            else:
+                sections.append(Section(name, what, problems, beside if name == "sweep" else peers))
+    sections = [section for section in sections if section.name in options.only and section.problems]
     # Compiling takes minutes, so that it comes last.
     if options.torch_compile and not on_cpu and any(section.name == "seed" for section in sections):
         compiled = from_module("torch.compile of the loop", torch.compile(Model(), dynamic=False))
         forward = replace(compiled, prepare={FORWARD: compiled.prepare[FORWARD]})
-        sections.append(Section("compiled", FORWARD, [SEED], [forward], methods, slow=5.0))
+        sections.append(Section("compiled", FORWARD, [SEED], [forward], **both))
     return sections
 
 
@@ -1383,7 +1342,7 @@ def describe(library: ModuleType, device: str, fla: str) -> dict[str, str]:
     return environment
 
 
-DTYPE_NAMES = {name: dtype for dtype, short in SHORT_NAMES.items() for name in (name_of(dtype), short)}
+DTYPE_NAMES = {name: dtype for names in (LONG_NAMES, SHORT_NAMES) for dtype, name in names.items()}
 
 
 def parse_dtype(text: str) -> torch.dtype:
