@@ -139,7 +139,8 @@ def on_tensor_cores(problem: Problem) -> bool:
     elements = problem.B * problem.H * problem.D**2
     widest = 128 if problem.dtype == torch.float32 else 256
     fits = problem.dtype in TENSOR_CORE_TOLERANCE and problem.D % 8 == 0 and problem.D <= widest
-    return fits and problem.T >= 16 and (elements >= 16384 or problem.T >= 2048)
+    large = elements >= 16384 or (elements >= 8192 and problem.T >= 256) or problem.T >= 2048
+    return fits and problem.T >= 16 and large
 
 
 GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -248,7 +249,7 @@ def worst(errors: Iterable[float]) -> float:
 
 
 class Judge:
-    """The oracle of some batches and heads of one call, the last ones included. `gates`: as for make_inputs."""
+    """The oracle of some batches and heads of one call, the last ones included. `gates`: as for make_arguments."""
 
     def __init__(self, arguments: Arguments, gates: str = "mixed") -> None:
         B, T, H, D = arguments[0].shape
@@ -1133,7 +1134,8 @@ class Bench:
             return None, note
         for check in checks:
             if not check.right:
-                note = note or f"WRONG {check.of} with {check.gates} gates: {check.error:.1e}"
+                excess = f"{check.error:.1e}, {check.allowed:.1e} is allowed"
+                note = note or f"WRONG {check.of} with {check.gates} gates: {excess}"
         usual = [check for check in checks if check.gates == judge.kinds[0]]
         # Peers compute the gate's gradient by way of a logarithm; what it is worth is shown under precision.
         if not worst(check.error for check in usual if check.of != "dgate") <= PEER_LIMIT:

@@ -4140,7 +4140,11 @@ def test_bench_shows_what_is_wrong_later(
     monkeypatch.setattr(ModelNew, "forward", forward)
     assert bench.main(["--forward", "--quick", "--shapes", "1,7,2,8", "1,6,2,8"]) == 1
     out = capsys.readouterr().out
-    assert re.search(r"^gated_delta_jit +\(1, 7, 2, 8\) .*WRONG y with sigmoid gates: 1.0e-03$", out, re.MULTILINE)
+    assert re.search(
+        r"^gated_delta_jit +\(1, 7, 2, 8\) .*WRONG y with sigmoid gates: 1.0e-03, 3.0e-07 is allowed$",
+        out,
+        re.MULTILINE,
+    )
     assert re.search(r"^gated_delta_jit +\(1, 6, 2, 8\) .*e-0[78]$", out, re.MULTILINE)
 
 
