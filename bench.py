@@ -512,7 +512,7 @@ def timing_tables(report: Report, rows: Sequence[Row]) -> list[Table]:
             microseconds(row.floor_us),
             microseconds(row.us),
             number(row.spread, ".1f", 100, " %"),
-            number(share, ".1f" if share and share < 0.01 else ".0f", 100, " %"),
+            number(share, ".1g" if share and share < 0.01 else ".0f", 100, " %"),
             number(times_ours, ".2f" if times_ours and times_ours < 10 else ".0f"),
             number(row.error, ".1e"),
             number(row.peak_bytes, ".0f", 2**-20),
@@ -861,11 +861,11 @@ def prepare_touch(*inputs: torch.Tensor) -> Call:
 def copy_rate(device: str) -> float:
     """Bytes read plus bytes written per second by a large copy within the device's memory, outside a graph."""
     size = min(1 << 31, torch.cuda.mem_get_info()[0] // 8) if device == "cuda" else 1 << 26
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    source = torch.rand(size // 4, device=device)
     copy = partial(torch.empty_like(source).copy_, source)
     seconds_of(copy, 4)
     # Eight in a row, so that launch and synchronize don't count.
-    return 2 * size / statistics.median(seconds_of(copy, 8) for _ in range(9))
+    return 2 * source.nbytes / statistics.median(seconds_of(copy, 8) for _ in range(9))
 
 
 def cache_bytes() -> int:
@@ -1238,6 +1238,7 @@ class Bench:
 # ----------------------------------------------------------------------------------------------------------------------
 
 BF16, F32 = torch.bfloat16, torch.float32
+PRECISION_DTYPES = list(TOLERANCE)
 PRECISE = Problem(16, 256, 8, 64)  # large enough for tensor cores
 TRAINING_SHAPES = [
     Problem(8, 2048, 16, 64, BF16),
@@ -1407,7 +1408,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def run(bench: Bench, options: argparse.Namespace, peers: Sequence[Candidate]) -> None:
     """Everything asked for: precision first, and nothing is timed when it is wrong."""
     sections = plan(options, bench.device, peers)
-    precise = [replace(SEED, dtype=dtype) for dtype in TOLERANCE]
+    precise = [replace(SEED, dtype=dtype) for dtype in PRECISION_DTYPES]
     if bench.device == "cuda" and not options.quick:
         precise += [replace(PRECISE, dtype=dtype) for dtype in TENSOR_CORE_TOLERANCE]
     others = peers if "precision" in options.only and not options.shapes else []

@@ -4087,7 +4087,7 @@ def test_readme_examples_run() -> None:
 @pytest.fixture
 def little_precision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """bench.py's precision in float32 alone; its loops are small enough for one thread."""
-    monkeypatch.setattr(bench, "TOLERANCE", {torch.float32: bench.TOLERANCE[torch.float32]})
+    monkeypatch.setattr(bench, "PRECISION_DTYPES", [torch.float32])
     with one_thread():
         yield
 
