@@ -1396,12 +1396,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.directions = [TRAINING] if options.backward else [FORWARD] if options.forward else [FORWARD, TRAINING]
     only = options.only or [name for name in SECTIONS if name not in ("grid", "sweep")]
     options.only = {*only, *(["grid"] if options.grid else []), *(["sweep"] if options.plot else [])}
-    for path in filter(None, (options.json, options.csv, options.plot)):
-        try:
-            # Now rather than after minutes of measuring.
-            Path(path).open("a").close()
-        except OSError as error:
-            parser.error(str(error))
+    for path in (Path(name) for name in (options.json, options.csv, options.plot) if name):
+        # Now rather than after minutes of measuring.
+        if not os.access(path if path.exists() else path.parent, os.W_OK) or path.is_dir():
+            parser.error(f"{path} can't be written")
     return options
 
 
