@@ -1,50 +1,52 @@
 """Is gated_delta_jit right on this machine, how fast is it, against what, and how far from the limit?
 
-    python bench.py                   the whole run: 30 s on a CPU, minutes on a GPU (most of them tune FLA)
-    python bench.py --quick           fewer shapes and repeats
-    python bench.py --backward        forward plus backward, in place of the forward alone
-    python bench.py --no-fla          without flash-linear-attention
-    python bench.py --torch-compile   adds the reference loop under torch.compile, which compiles for minutes
-    python bench.py --json FILE       writes everything that was measured to FILE
-    python bench.py --only SECTION    one of seed, short, throughput and grid, alone
-    python bench.py --grid            adds 300 sizes from one head and one step to a thousand heads of 8192 steps
-    python bench.py --shapes B,T,H,D[:DTYPE[:GATE DTYPE]] ...
-                                      these in place of the training shapes of throughput and --backward
-    python bench.py --dtype DTYPE     this type for all of them but "seed", and for --shapes that name none
+    python bench.py                the whole run: two minutes on a GPU, half a minute on a CPU, compiling apart
+    python bench.py --fla          flash-linear-attention beside it (pip install fla-core; it tunes itself for minutes)
+    python bench.py --shapes 8,2048,16,64:bf16 1,32768,16,128:bf16:float32      your shapes B,T,H,D, types and gate type
+    python bench.py --from FILE    tables, --csv, --markdown and --plot of the --json FILE of an earlier run
 
-Sections: "seed" is the shape of the original loop, beside the loop itself, torch.add and the limits of the machine;
-"short" many small shapes; "throughput" shapes of real training runs, where memory traffic should count and nothing
-else; "grid" one line for each size, measured for some 30 ms each.
+Sections: "precision" compares with float64, by kind of gate; "seed" is the shape of the original loop, beside the
+loop itself, torch.add and the limits of the machine; "short" decode-like and other small shapes; "training" and "long"
+shapes of real models, where memory traffic should count and nothing else; "grid" many sizes, ours alone.
 
-Method: the result is compared with a float64 oracle before anything is timed; the exit status is 1 when it is wrong.
-"graph" is the time per call inside a replayed CUDA graph (GPU time, no launch cost from Python), "eager" the wall time
-per call as a program sees it. All figures are medians, +- is half the distance between the quartiles. Inputs that fit
-well into L2 stay there; larger ones rotate through enough buffer sets to exceed it. The floor is a kernel that touches
-every input and output byte once or, for buffers that exceed L2, the bytes over the copy rate; both are measured in the
-same run. At large shapes the oracle takes some of the heads, and all others must be finite. With --backward every
-gradient is judged alone and for each kind of gate, and the floor is always the bytes over the copy rate: forward 4
-arrays in and 1 out, backward 5 in and 4 out. Tables go to stdout, progress to stderr. Ctrl-C keeps what was measured.
+Method: a result is compared with a float64 oracle before it is timed, at every shape and for four kinds of gate; the
+exit status is 1 when ours is wrong. Large shapes are compared on some of the heads, and all others must be finite. A
+peer that fails or is off by more than 3 % is shown with its error and not timed. "graph" is the time per call inside a
+replayed CUDA graph (GPU time, no launch cost from Python), "eager" the wall time per call as a program sees it; calls
+that are compared eagerly take turns. Figures are medians after a warm-up, +- is half the distance between the
+quartiles. Inputs that fit well into L2 stay there; larger ones rotate through enough buffers to exceed it. The floor is
+a kernel that touches every input and output byte once or, for what exceeds L2 and for forward plus backward, the bytes
+over the rate of a copy (forward: 4 arrays in, 1 out; backward: 5 more in, 4 out); both are measured in the same run.
+The error of forward plus backward is the worst gradient's. "x ours" is a row's time over ours at the same shape, timed
+the same way. Tables go to stdout, progress to stderr. Ctrl-C keeps what was measured; the exit status is then 130.
 """
 
 import argparse
+import concurrent.futures
+import contextlib
+import csv
+import dataclasses
 import datetime
 import gc
 import importlib.metadata
+import importlib.util
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import TextIO
 
 import torch
 
@@ -65,18 +67,25 @@ GRADIENT_TOLERANCE = {torch.float32: 3e-6, torch.float64: 1e-13, torch.float16: 
 GRADIENTS = ("dq", "dk", "dv", "dgate", "dstate")  # dstate: of the initial state
 # A peer further off than this is shown as wrong and not timed. TF32 and bf16 states stay well below.
 PEER_LIMIT = 3e-2
-# A peer that takes longer than this for one call is not timed, in seconds.
-PEER_SECONDS = 0.05
 
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+FORWARD = "forward"
+TRAINING = "forward plus backward"
+OURS = "gated_delta_jit"
+LOOP = "reference loop"
+TOUCH = "every byte touched once"
+EMPTY = "empty launch"
+
+Arguments = tuple[torch.Tensor, ...]  # q, k, v, gate and, in training, dy
 Call = Callable[[], object]
-Gradients = Sequence[torch.Tensor]  # in the order of GRADIENTS, the last one often absent
-Errors = dict[str, dict[str, float]]  # by kind of gate, then by gradient
+Errors = list[tuple[str, str, float]]  # kind of gate, "y" or the gradient's name, error
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Problems and inputs
 # ----------------------------------------------------------------------------------------------------------------------
+
+SHORT_NAMES = {torch.float32: "f32", torch.float64: "f64", torch.float16: "fp16", torch.bfloat16: "bf16"}
+LONG_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in SHORT_NAMES}
 
 
 @dataclass(frozen=True)
@@ -95,104 +104,34 @@ class Problem:
         return self.own_gate_dtype or self.dtype
 
     @property
-    def elements(self) -> int:
-        """Of each array."""
-        return self.B * self.T * self.H * self.D
-
-    @property
-    def bytes(self) -> int:
-        """Every input byte once and every output byte once."""
-        return (4 * self.dtype.itemsize + self.gate_dtype.itemsize) * self.elements
-
-    @property
-    def training_bytes(self) -> int:
-        """The forward's bytes, then q, k, v, gate and dy once and their four gradients once."""
-        return (11 * self.dtype.itemsize + 3 * self.gate_dtype.itemsize) * self.elements
-
-    @property
-    def dtype_name(self) -> str:
-        return name_of(self.dtype)
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.B, self.T, self.H, self.D
 
     @property
     def types(self) -> str:
         """Short, for tables: "bf16", or "bf16+f32" with another type of gate."""
-        own = self.gate_dtype != self.dtype
-        return SHORT_NAMES[self.dtype] + (f"+{SHORT_NAMES[self.gate_dtype]}" if own else "")
+        names = [SHORT_NAMES[self.dtype], SHORT_NAMES[self.gate_dtype]]
+        return "+".join(dict.fromkeys(names))
+
+    def bytes(self, what: str = FORWARD) -> int:
+        """Every input byte once and every output byte once; the backward reads all inputs again, and dy."""
+        halves, gates = (11, 3) if what == TRAINING else (4, 1)
+        return (halves * self.dtype.itemsize + gates * self.gate_dtype.itemsize) * math.prod(self.shape)
 
     def __str__(self) -> str:
-        gate = f", gate {name_of(self.gate_dtype)}" if self.gate_dtype != self.dtype else ""
-        return f"({self.B}, {self.T}, {self.H}, {self.D}) {self.dtype_name}{gate}"
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-SHORT_NAMES = {torch.float32: "f32", torch.float64: "f64", torch.float16: "fp16", torch.bfloat16: "bf16"}
+        return f"{self.shape} {self.types}"
 
 
 SEED = Problem(B=2, T=128, H=4, D=24)
-CPU_PROBLEMS = [SEED, Problem(B=1, T=1024, H=8, D=64), Problem(B=4, T=256, H=8, D=64)]
-
-
-def short_problems(quick: bool, dtypes: Sequence[torch.dtype]) -> list[Problem]:
-    """K = V from 16 to 64, T from 64 to 512, 8 and 64 pairs (b, h): where launch and latency count as much as bytes."""
-    sizes = [16, 64] if quick else [16, 32, 64]
-    lengths = [128] if quick else [64, 128, 256, 512]
-    return [Problem(B, T, 8, D, dtype) for dtype in dtypes for D in sizes for T in lengths for B in (1, 8)]
-
-
-MEMORY_PROBLEM = Problem(B=8, T=2048, H=16, D=64, dtype=torch.bfloat16)
-
-
-def training_problems(quick: bool) -> list[Problem]:
-    """Sizes of real training runs, forward plus backward."""
-    problems = [MEMORY_PROBLEM, Problem(B=8, T=2048, H=16, D=64)]
-    if not quick:
-        problems.append(Problem(B=8, T=2048, H=16, D=128, dtype=torch.bfloat16))
-        problems.append(Problem(B=1, T=32768, H=16, D=128, dtype=torch.bfloat16))
-    return problems
-
-
-def throughput_problems(quick: bool) -> list[Problem]:
-    """Sizes of real training runs, forward alone."""
-    bf16 = torch.bfloat16
-    problems = [
-        Problem(8, 2048, 16, 64, bf16),
-        Problem(16, 2048, 16, 64, bf16),
-        Problem(8, 2048, 16, 128, bf16),
-        Problem(16, 2048, 32, 128, bf16),
-        Problem(8, 2048, 16, 64),
-        Problem(8, 2048, 16, 128),
-        Problem(1, 32768, 16, 128, bf16),
-        Problem(1, 8192, 8, 64, bf16),
-        Problem(4, 4096, 16, 256, bf16),
-        Problem(8, 2047, 16, 64, bf16),
-        Problem(8, 2048, 16, 64, torch.float16),
-        Problem(8, 2048, 16, 64, bf16, torch.float32),
-    ]
-    return problems[:8:2] if quick else problems
-
-
-def grid_problems(quick: bool, dtypes: Sequence[torch.dtype]) -> list[Problem]:
-    """From one pair (b, h) and one step to 1024 pairs of 8192 steps; at most 16 heads a batch."""
-    pairs = [1, 16, 256] if quick else [1, 4, 16, 64, 256, 1024]
-    lengths = [1, 128, 8192] if quick else [1, 16, 128, 1024, 8192]
-    sizes = [16, 64, 128] if quick else [16, 32, 64, 128, 256]
-    points = itertools.product(dtypes, sizes, lengths, pairs)
-    return [Problem(max(1, n // 16), T, min(n, 16), D, dtype) for dtype, D, T, n in points]
 
 
 def in_dtype(problems: Sequence[Problem], dtype: torch.dtype | None) -> list[Problem]:
     """The same sizes in one type, each once; a float32 gate stays beside half precision. None: as they are."""
     if dtype is None:
         return list(problems)
-    changed = [replace(problem, dtype=dtype, own_gate_dtype=gate_beside(dtype, problem)) for problem in problems]
-    return list(dict.fromkeys(changed))
-
-
-def gate_beside(dtype: torch.dtype, problem: Problem) -> torch.dtype | None:
-    return problem.own_gate_dtype if dtype.itemsize == 2 else None
+    gate_dtypes = [problem.own_gate_dtype if dtype.itemsize == 2 else None for problem in problems]
+    pairs = zip(problems, gate_dtypes, strict=True)
+    return list(dict.fromkeys(replace(problem, dtype=dtype, own_gate_dtype=gate) for problem, gate in pairs))
 
 
 def on_tensor_cores(problem: Problem) -> bool:
@@ -200,123 +139,58 @@ def on_tensor_cores(problem: Problem) -> bool:
     elements = problem.B * problem.H * problem.D**2
     widest = 128 if problem.dtype == torch.float32 else 256
     fits = problem.dtype in TENSOR_CORE_TOLERANCE and problem.D % 8 == 0 and problem.D <= widest
-    return fits and problem.T >= 16 and (elements >= 16384 or problem.T >= 2048)
+    large = elements >= 16384 or (elements >= 8192 and problem.T >= 256) or problem.T >= 2048
+    return fits and problem.T >= 16 and large
 
 
 GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sigmoid": torch.sigmoid,
+    "around 1e-4": lambda x: 1e-4 * torch.exp(0.5 * x),
+    "around 1e-20": lambda x: 1e-20 * torch.exp(0.5 * x),
     "10 % zeros": lambda x: torch.where(x > 1.2816, 0.0, torch.sigmoid(x)),
     "negative": torch.tanh,
     "around 1": lambda x: 1 + 0.05 * torch.tanh(x),
-    "around 1e-4": lambda x: 1e-4 * torch.exp(0.5 * x),
-    "around 1e-20": lambda x: 1e-20 * torch.exp(0.5 * x),
 }
-# The kinds that gradients are judged with. Heads don't mix, so that one call serves all: head h has kind h % 4.
-MIXED_GATES = ("sigmoid", "around 1e-4", "around 1e-20", "10 % zeros")
+# Heads don't mix, so that one call serves several kinds: where gates are "mixed", head h has kind h % 4.
+MIXED_GATES = list(GATES)[:4]
 
 
-def mixed_gates(x: torch.Tensor) -> torch.Tensor:
-    gate = torch.empty_like(x)
-    for i, gates in enumerate(MIXED_GATES):
-        heads = slice(i, None, len(MIXED_GATES))
-        gate[:, :, heads] = GATES[gates](x[:, :, heads])
-    return gate
+def heads_of(kind: int, kinds: int, first: int = 0) -> slice:
+    """The heads of one of several kinds of gate, counted from head `first`."""
+    return slice((kind - first) % kinds, None, kinds)
 
 
-def make_inputs(problem: Problem, device: str, seed: int = 0, gates: str = "sigmoid") -> Inputs:
+def make_arguments(problem: Problem, device: str, what: str, seed: int = 0, gates: str = "sigmoid") -> Arguments:
+    """What an implementation is called with: q, k, v, gate and, in training, dy."""
     generator = torch.Generator(device).manual_seed(seed)
-    shape = (problem.B, problem.T, problem.H, problem.D)
-
-    def normal() -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=device)
-
-    q, k, v = (normal().to(problem.dtype) for _ in range(3))
-    x = normal()
-    gate = mixed_gates(x) if gates == "mixed" else GATES[gates](x)
-    return q, k, v, gate.to(problem.gate_dtype)
-
-
-def make_dy(problem: Problem, device: str, seed: int = 0) -> torch.Tensor:
-    """What arrives at y from the loss."""
-    generator = torch.Generator(device).manual_seed(1000 + seed)
-    shape = (problem.B, problem.T, problem.H, problem.D)
-    return torch.randn(shape, generator=generator, device=device).to(problem.dtype)
+    q, k, v, x, dy = (torch.randn(problem.shape, generator=generator, device=device) for _ in range(5))
+    gate = torch.empty_like(x)
+    kinds = MIXED_GATES if gates == "mixed" else [gates]
+    for kind, name in enumerate(kinds):
+        heads = heads_of(kind, len(kinds))
+        gate[:, :, heads] = GATES[name](x[:, :, heads])
+    inputs = (*(each.to(problem.dtype) for each in (q, k, v)), gate.to(problem.gate_dtype))
+    return (*inputs, dy.to(problem.dtype)) if what == TRAINING else inputs
 
 
-def oracle_of(inputs: Inputs, stretch: int = 256, lead: int = 128) -> torch.Tensor:
-    """y in float64, by the reference loop.
+# ----------------------------------------------------------------------------------------------------------------------
+# The oracle
+# ----------------------------------------------------------------------------------------------------------------------
 
-    Long sequences whose gates forget are cut in stretches that the loop takes side by side, each with `lead` steps in
-    front and a state of zeros before them: over those steps every product of gates must be below 1e-20, far less than
-    float64 resolves. Else the loop takes all of time in one go.
+
+def oracle_gradients(*arguments: torch.Tensor, stretch: int = 16) -> list[torch.Tensor]:
+    """The five gradients: autograd through the reference loop, `stretch` steps at a time from the last back.
+
+    Arguments: q, k, v, gate, dy, the initial state and what arrives at the final one. All of time at once would keep
+    every step's state, and PyTorch's gradient of a slice is as large as what it was cut from, which makes the work
+    quadratic in T.
     """
-    sequences = [x.double() for x in inputs]
-    B, T = inputs[0].shape[:2]
-    if T <= 2 * stretch:
-        return gated_delta_reference(*sequences)[0]
-    count = math.ceil(T / stretch)
-    # In front of the first stretch lie zeros.
-    padded = [torch.nn.functional.pad(x, (0, 0, 0, 0, lead, count * stretch - T)) for x in sequences]
-    parts = [x.unfold(1, lead + stretch, stretch).movedim(-1, 2).flatten(0, 1) for x in padded]
-    kept = parts[3].unflatten(0, (B, count))[:, 1:, :lead].prod(dim=2).abs().max().item()
-    if not kept < 1e-20:
-        return gated_delta_reference(*sequences)[0]
-    y = gated_delta_reference(*parts)[0][:, lead:]
-    return y.unflatten(0, (B, count)).flatten(1, 2)[:, :T]
-
-
-@dataclass(frozen=True)
-class Judge:
-    """The oracle of some of the batches and heads of a problem, the last ones included."""
-
-    oracle: torch.Tensor
-    shape: torch.Size
-    chosen: tuple[slice, slice, slice]
-
-    @staticmethod
-    def of(inputs: Inputs, limit: float = 1e10) -> "Judge":
-        """`limit`: of state elements times steps that the oracle's loop may walk through."""
-        B, T, H, K = inputs[0].shape
-        shape = inputs[2].shape
-        pairs = max(1, int(limit / (T * K * shape[-1])))
-        # Heads are thinned out first, then batches.
-        head_stride = min(H, math.ceil(B * H / pairs))
-        batch_stride = min(B, math.ceil(B * math.ceil(H / head_stride) / pairs))
-        batches = slice((B - 1) % batch_stride, None, batch_stride)
-        heads = slice((H - 1) % head_stride, None, head_stride)
-        chosen = (batches, slice(None), heads)
-        return Judge(oracle_of(tuple(x[chosen] for x in inputs)), shape, chosen)
-
-    def error(self, y: torch.Tensor) -> float:
-        """Relative error of what was chosen; NaN when anything at all is not finite."""
-        if y.shape != self.shape:
-            return math.inf
-        if not torch.isfinite(y).all():
-            return math.nan
-        return relative_error(y[self.chosen], self.oracle)
-
-
-def oracle_gradients(
-    inputs: Inputs,
-    dy: torch.Tensor,
-    initial_state: torch.Tensor | None = None,
-    dfinal_state: torch.Tensor | None = None,
-    stretch: int = 64,
-) -> list[torch.Tensor]:
-    """The five gradients in float64: autograd through the reference loop, `stretch` steps at a time from the last back.
-
-    All of time at once would keep every step's state, and PyTorch's gradient of a slice is as large as what it was cut
-    from, which makes the work quadratic in T.
-    """
-    sequences = [x.double() for x in (*inputs, dy)]
-    B, T, H, K = inputs[0].shape
-    zeros = sequences[0].new_zeros(B, H, K, inputs[2].shape[-1])
-    parts = [[x[:, start : start + stretch] for x in sequences] for start in range(0, T, stretch)]
-    states = [zeros if initial_state is None else initial_state.double()]
+    *sequences, initial_state, dstate = arguments
+    parts = list(zip(*(x.split(stretch, dim=1) for x in sequences), strict=True))
+    states = [initial_state]
     with torch.no_grad():
         for *part, _ in parts[:-1]:
             states.append(gated_delta_reference(*part, initial_state=states[-1], output_final_state=True)[1])
-    dstate = zeros if dfinal_state is None else dfinal_state.double()
     gradients = []
     for (*part, part_dy), state in zip(reversed(parts), reversed(states), strict=True):
         leaves = [x.detach().requires_grad_() for x in (*part, state)]
@@ -327,6 +201,38 @@ def oracle_gradients(
     return [torch.cat(list(each), dim=1) for each in zip(*gradients, strict=True)] + [dstate]
 
 
+def exact(arguments: Sequence[torch.Tensor], stretch: int = 256, lead: int = 128) -> list[torch.Tensor]:
+    """In float64: [y] of q, k, v, gate or, with dy as fifth, the gradients of q, k, v, gate.
+
+    States of zeros unless the initial state and the final one's gradient follow; then there is a fifth gradient.
+
+    Long sequences whose gates forget are cut in stretches that the loop takes side by side, each with `lead` steps
+    before and behind it: over those steps every product of gates must be below 1e-20, far less than float64 resolves.
+    Else the loop takes all of time in one go.
+    """
+
+    def whole(sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if len(sequences) == 4:
+            return [gated_delta_reference(*sequences)[0]]
+        zeros = torch.zeros_like(sequences[0][:, 0, :, :, None] * sequences[2][:, 0, :, None])
+        return oracle_gradients(*sequences, zeros, zeros)[:4]
+
+    sequences = [x.double() for x in arguments]
+    B, T = sequences[0].shape[:2]
+    if len(sequences) > 5:
+        return oracle_gradients(*sequences)
+    if T <= stretch + 2 * lead:
+        return whole(sequences)
+    count = math.ceil(T / stretch)
+    padded = [torch.nn.functional.pad(x, (0, 0, 0, 0, lead, lead + count * stretch - T)) for x in sequences]
+    parts = [x.unfold(1, stretch + 2 * lead, stretch).movedim(-1, 2).flatten(0, 1) for x in padded]
+    gate = parts[3]
+    kept = max(side.prod(dim=1).abs().max().item() for side in (gate[:, :lead], gate[:, -lead:]))
+    if not kept < 1e-20:
+        return whole(sequences)
+    return [x[:, lead:-lead].unflatten(0, (B, count)).flatten(1, 2)[:, :T] for x in whole(parts)]
+
+
 def relative_error(y: torch.Tensor, oracle: torch.Tensor) -> float:
     """Norm of the error over norm of the oracle; infinite for a wrong shape, NaN when y holds a NaN.
 
@@ -334,28 +240,48 @@ def relative_error(y: torch.Tensor, oracle: torch.Tensor) -> float:
     """
     if y.shape != oracle.shape:
         return math.inf
-    error = (y.double() - oracle).norm().item()
-    size = oracle.norm().item()
-    if size == 0:
-        return error if error == 0 else math.inf
-    return error / size
-
-
-def gradient_errors(gradients: Gradients, oracle: Gradients) -> Errors:
-    """Each gradient alone for each kind of gate; the gates must be "mixed"."""
-    errors: Errors = {}
-    for i, gates in enumerate(MIXED_GATES):
-        heads = slice(i, None, len(MIXED_GATES))
-        errors[gates] = {}
-        for name, gradient, expected in zip(GRADIENTS, gradients, oracle, strict=False):
-            axis = 1 if name == "dstate" else 2
-            error = relative_error(gradient.movedim(axis, 0)[heads], expected.movedim(axis, 0)[heads])
-            errors[gates][name] = error
-    return errors
+    error, size = (y.double() - oracle).norm().item(), oracle.norm().item()
+    return error / size if size else math.inf if error else 0.0
 
 
 def worst(errors: Iterable[float]) -> float:
     return max(errors, key=lambda error: (math.isnan(error), error))
+
+
+class Judge:
+    """The oracle of some batches and heads of one call, the last ones included. `gates`: as for make_arguments."""
+
+    def __init__(self, arguments: Arguments, gates: str = "mixed") -> None:
+        B, T, H, D = arguments[0].shape
+        self.kinds = MIXED_GATES[:H] if gates == "mixed" else [gates]
+        self.names = ("y",) if len(arguments) == 4 else GRADIENTS[: len(arguments) - 1 - (len(arguments) > 5)]
+        # So many steps times elements of state may the oracle's loop walk through; autograd keeps many states.
+        pairs = max(len(MIXED_GATES), int((2e9 if self.names == ("y",) else 2.5e8) / (T * D * D)))
+        stride = math.ceil(B * min(H, pairs) / pairs)
+        self.first_head = max(0, H - pairs)
+        self.batches = slice((B - 1) % stride, None, stride)
+        self.oracle = exact([self._chosen(x) for x in arguments])
+
+    def _chosen(self, x: torch.Tensor) -> torch.Tensor:
+        return x[self.batches, :, self.first_head :]
+
+    def errors(self, results: Sequence[torch.Tensor]) -> Errors:
+        """By kind of gate; NaN where anything of that kind is not finite, in heads that weren't chosen too."""
+        errors: Errors = []
+        for name, result, oracle in zip(self.names, results, self.oracle, strict=True):
+            if name == "dstate":
+                result, oracle = result.movedim(1, 2), oracle.movedim(1, 2)
+            for kind, gates in enumerate(self.kinds):
+                chosen = heads_of(kind, len(self.kinds), self.first_head)
+                error = relative_error(self._chosen(result)[:, :, chosen], oracle[:, :, chosen])
+                finite = torch.isfinite(result[:, :, heads_of(kind, len(self.kinds))]).all()
+                errors.append((gates, name, error if finite else math.nan))
+        return errors
+
+
+def poison(*tensors: torch.Tensor) -> None:
+    """The allocator hands these blocks out again: an element of a result that nobody writes stays NaN."""
+    _ = [torch.full_like(x, math.nan) for x in tensors]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -363,123 +289,133 @@ def worst(errors: Iterable[float]) -> float:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+def timing_of(samples: Sequence[float]) -> dict[str, float]:
+    """For a Row, of seconds per call: the median, and half the distance between the quartiles relative to it."""
+    low, middle, high = statistics.quantiles(samples, n=4) if len(samples) > 1 else 3 * samples
+    return {"us": 1e6 * middle, "spread": (high - low) / 2 / middle}
+
+
+class Measured:
+    """What goes to JSON and comes back: fields by name, the problem's sizes and types among them, and what follows."""
+
+    def record(self) -> dict[str, object]:
+        values: dict[str, object] = {}
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, Problem):
+                value = dict(zip("BTHD", value.shape, strict=True))
+                value |= {name: LONG_NAMES[getattr(self.problem, name)] for name in ("dtype", "gate_dtype")}
+            values.update(value if isinstance(value, dict) else {each.name: value})
+        return {**values, **{name: getattr(self, name) for name in self.follows}}
+
+    @classmethod
+    def take(cls, record: dict) -> "Measured":
+        dtype, gate_dtype = (getattr(torch, record[name]) for name in ("dtype", "gate_dtype"))
+        problem = Problem(*(record[name] for name in "BTHD"), dtype, None if gate_dtype == dtype else gate_dtype)
+        names = [each.name for each in dataclasses.fields(cls) if each.name != "problem"]
+        return cls(problem=problem, **{name: record[name] for name in names})
+
+
 @dataclass
-class Timing:
-    """Seconds per call, one sample for each repeat."""
-
-    samples: list[float]
-
-    @property
-    def us(self) -> float:
-        return 1e6 * statistics.median(self.samples)
-
-    @property
-    def spread(self) -> float:
-        """Half the distance between the quartiles, relative to the median."""
-        if len(self.samples) < 4:
-            return (max(self.samples) - min(self.samples)) / 2 / statistics.median(self.samples)
-        low, middle, high = statistics.quantiles(self.samples, n=4)
-        return (high - low) / 2 / middle
-
-
-@dataclass
-class Row:
+class Row(Measured):
     """One measurement: what ran, on which problem, how it was timed, and what came out."""
+
+    follows = ("floor_share",)
 
     section: str
     name: str
-    method: str  # "graph" or "eager"
-    problem: str
+    problem: Problem
+    what: str = FORWARD  # or TRAINING
+    method: str = "graph"  # or "eager"
     us: float | None = None
     spread: float | None = None
-    error: float | None = None  # of y or, in training, of the worst gradient with sigmoid gates
-    errors: Errors | None = None  # of the gradients
-    speed_up: float | None = None  # against the reference loop timed the same way
     floor_us: float | None = None
-    peak_bytes: int | None = None
+    error: float | None = None  # of y or of the worst gradient, with sigmoid gates
+    peak_bytes: int | None = None  # allocated at a time by one training step, results included
     buffer_sets: int = 1
     note: str = ""
 
     @property
     def floor_share(self) -> float | None:
-        if self.us is None or self.floor_us is None:
-            return None
-        return self.floor_us / self.us
+        return self.floor_us / self.us if self.us and self.floor_us else None
+
+
+@dataclass
+class Check(Measured):
+    """One result against the oracle. Without a limit it is a peer's: shown, but no reason to fail."""
+
+    follows = ("right",)
+
+    section: str
+    name: str
+    problem: Problem
+    gates: str
+    of: str  # "y", or the gradient's name
+    error: float | None  # None: there is none, and the note says why
+    allowed: float | None = None
+    note: str = ""
+
+    @property
+    def right(self) -> bool:
+        return self.allowed is None or (self.error is not None and self.error <= self.allowed)  # NaN is not
 
 
 @dataclass
 class Report:
-    """Everything measured so far. Rows are printed as they come, so that an interrupted run has shown them already."""
+    """Everything measured so far. Lines are printed as they come, so that an interrupted run has shown them already."""
 
     environment: dict[str, str]
-    on_gpu: bool = False
-    checks: list[dict[str, object]] = field(default_factory=list)
+    stream: TextIO = sys.stdout
+    checks: list[Check] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
-    summary: list[str] = field(default_factory=list)
-    wrong: bool = False
+    last_title: str = ""
+
+    @property
+    def right(self) -> bool:
+        return all(check.right for check in self.checks)
+
+    def find(self, row: Row, name: str) -> Row | None:
+        """The measurement of `name` that `row` compares with, of the same section where there is one."""
+        key = (name, row.problem, row.what, row.method)
+        found = [r for r in self.rows if (r.name, r.problem, r.what, r.method) == key and r.us]
+        return min(found, key=lambda r: r.section != row.section, default=None)
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        self.print(timing_tables(self, [row]))
 
     def say(self, text: str = "") -> None:
-        print(text, flush=True)
+        print(text, file=self.stream, flush=True)
 
-    def summarise(self, text: str) -> None:
-        self.summary.append(text)
-        self.say(text)
-
-    def tolerance(self, problem: Problem) -> float:
-        """Of y, by the kernel that may serve the problem."""
-        looser = self.on_gpu and on_tensor_cores(problem)
-        return (TENSOR_CORE_TOLERANCE if looser else TOLERANCE)[problem.dtype]
-
-    def check(self, problem: Problem, gates: str, error: float, of: str = "y") -> bool:
-        """Record ours against the oracle; False when it is out of tolerance (NaN is). `of`: y or a gradient."""
-        tolerance = self.tolerance(problem) if of == "y" else GRADIENT_TOLERANCE[problem.dtype]
-        right = error <= tolerance
-        self.wrong = self.wrong or not right
-        self.checks.append(
-            {"problem": str(problem), "of": of, "gates": gates, "error": error, "tolerance": tolerance, "right": right}
-        )
-        return right
-
-    def check_gradients(self, problem: Problem, errors: Errors) -> bool:
-        rights = [
-            self.check(problem, gates, error, of=name)
-            for gates, by_name in errors.items()
-            for name, error in by_name.items()
-        ]
-        return all(rights)
-
-    def add(self, row: Row) -> Row:
-        self.rows.append(row)
-        return row
-
-    def find(self, section: str, name: str, method: str) -> Row | None:
-        for row in self.rows:
-            if (row.section, row.name, row.method) == (section, name, method):
-                return row
-        return None
+    def print(self, tables: "Sequence[Table]") -> None:
+        for table in tables:
+            if table.title != self.last_title:
+                self.say(f"\n{table.title}\n{table.line(table.headers)}")
+                self.last_title = table.title
+            for cells in table.rows:
+                self.say(table.line(cells))
 
     def write_json(self, path: str) -> None:
-        rows = [{**asdict(row), "floor_share": row.floor_share} for row in self.rows]
-        document = {
-            "environment": self.environment,
-            "right": not self.wrong,
-            "checks": self.checks,
-            "rows": rows,
-            "summary": self.summary,
-        }
+        measured = {"checks": [each.record() for each in self.checks], "rows": [each.record() for each in self.rows]}
+        document = {"environment": self.environment, "right": self.right, **measured, "summary": summary(self)}
         # JSON has no NaN and no infinity: an error that is one of them becomes null.
-        text = json.dumps(json_safe(document), indent=1, allow_nan=False)
-        Path(path).write_text(text + "\n")
+        document = json.loads(json.dumps(document), parse_constant=lambda _: None)
+        Path(path).write_text(json.dumps(document, indent=1) + "\n")
 
+    @staticmethod
+    def read_json(path: str) -> "Report":
+        document = json.loads(Path(path).read_text())
+        report = Report(document["environment"])
+        report.checks = [Check.take(record) for record in document["checks"]]
+        report.rows = [Row.take(record) for record in document["rows"]]
+        return report
 
-def json_safe(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: json_safe(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [json_safe(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    def write_csv(self, path: str) -> None:
+        """The timings, one a line."""
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, list(Row("", "", SEED).record()))
+            writer.writeheader()
+            writer.writerows(row.record() for row in self.rows)
 
 
 def progress(text: str) -> None:
@@ -488,37 +424,254 @@ def progress(text: str) -> None:
 
 def brief(error: BaseException) -> str:
     """Type and first line of an error, short enough for a table."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:140]
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0][:140]
 
 
-def number(value: float | None, form: str = ".2f", suffix: str = "") -> str:
-    return "-" if value is None else f"{value:{form}}{suffix}"
+# ----------------------------------------------------------------------------------------------------------------------
+# Tables, Markdown, plot: all from a Report alone
+# ----------------------------------------------------------------------------------------------------------------------
 
 
-def percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.0f}%"
+@dataclass
+class Table:
+    title: str
+    columns: dict[str, int]  # width by header
+    describing: int  # so many columns at the left say what was measured; the others are figures, and notes at the end
+    rows: list[list[str]] = field(default_factory=list)
+
+    @property
+    def headers(self) -> list[str]:
+        return [header.strip() for header in self.columns]
+
+    def line(self, cells: Sequence[str]) -> str:
+        *figures, note = zip(cells, self.columns.values(), strict=True)
+        parts = [f"{cell:{'' if i < self.describing else '>'}{width}}" for i, (cell, width) in enumerate(figures)]
+        return f"{''.join(parts)}  {note[0]}".rstrip()
+
+    def markdown(self) -> str:
+        """Without empty columns; a description that is the same in all rows stands above the table."""
+        columns = [column for column in zip(self.headers, *self.rows, strict=True) if any(column[1:])]
+        same = []
+        for column in columns[: self.describing]:
+            if len(self.rows) > 1 and len(set(column[1:])) == 1:
+                same.append(f"{column[0]} {column[1]}".strip())
+                columns.remove(column)
+        above = f"{self.title}. In all rows: {', '.join(same)}." if same else f"{self.title}."
+        header, *rows = (f"| {' | '.join(cells)} |" for cells in zip(*columns, strict=True))
+        text = "\n".join([header, "|---" * len(columns) + "|", *rows])
+        if len(rows) > 24:
+            return f"<details><summary>{above}</summary>\n\n{text}\n\n</details>"
+        return f"{above}\n\n{text}"
 
 
-ROW_HEADER = f"{'':34}{'timing':>7}{'us/call':>11}{'+-':>7}{'x loop':>9}{'of floor':>10}{'error':>10}"
+def number(value: float | None, form: str = ".2f", factor: float = 1, unit: str = "") -> str:
+    return "" if value is None else f"{factor * value:{form}}{unit}"
 
 
-def format_row(row: Row) -> str:
-    spread = "-" if row.spread is None else f"{100 * row.spread:.1f}%"
-    line = (
-        f"{row.name:34}{row.method:>7}{number(row.us):>11}{spread:>7}{number(row.speed_up, '.1f'):>9}"
-        f"{percent(row.floor_share):>10}{number(row.error, '.1e'):>10}"
-    )
-    return f"{line}  {row.note}".rstrip()
+def error_text(checks: Sequence[Check]) -> str:
+    """The worst of them; ! marks what is out of tolerance."""
+    errors = [check.error for check in checks]
+    text = "failed" if None in errors else number(worst(errors), ".1e") if errors else ""
+    return text if all(check.right for check in checks) else f"{text} !"
 
 
-ERRORS_HEADER = f"{'gates':14}" + "".join(f"{name:>10}" for name in GRADIENTS)
+def microseconds(us: float | None) -> str:
+    """As many digits as the spread of a good measurement leaves."""
+    return number(us, ".2f" if us and us < 10 else ".1f" if us and us < 1000 else ".0f")
 
 
-def format_errors(errors: dict[str, float], limit: float = math.inf) -> str:
-    """The cells of one kind of gate; ! marks what is over the limit."""
-    cells = [number(errors.get(name), ".1e", "" if errors.get(name, 0) <= limit else " !") for name in GRADIENTS]
-    return "".join(f"{cell:>10}" for cell in cells)
+SECTIONS = {
+    "precision": "Precision",
+    "seed": "Seed shape",
+    "short": "Short and decode-like shapes",
+    "training": "Training shapes",
+    "long": "Long sequences",
+    "grid": "Grid",
+    "sweep": "Time against T and against D",
+    "shapes": "Shapes asked for",
+    "compiled": "The reference loop under torch.compile, seed shape",
+}
+
+
+def title_of(row: Row) -> str:
+    return f"{SECTIONS[row.section]}, {row.what}"
+
+
+PROBLEM_COLUMNS = {"": 27, "(B, T, H, D)": 21, "dtype": 9}
+TIMING_COLUMNS = {"timing": 6, "floor us": 10, "us": 10, "+-": 8, "of floor": 9, "x ours": 8, "error": 9, "MiB": 7}
+
+
+def timing_tables(report: Report, rows: Sequence[Row]) -> list[Table]:
+    found: dict[str, Table] = {}
+    for row in rows:
+        ours = None if row.name == OURS else report.find(row, OURS)
+        times_ours = row.us / ours.us if ours and row.us else None
+        share = row.floor_share
+        cells = [
+            *(row.name, str(row.problem.shape), row.problem.types, row.method),
+            microseconds(row.floor_us),
+            microseconds(row.us),
+            number(row.spread, ".1f", 100, " %"),
+            number(share, ".1g" if share and share < 0.01 else ".0f", 100, " %"),
+            number(times_ours, ".2f" if times_ours and times_ours < 10 else ".0f"),
+            number(row.error, ".1e"),
+            number(row.peak_bytes, ".0f", 2**-20),
+            row.note,
+        ]
+        table = Table(title_of(row), {**PROBLEM_COLUMNS, **TIMING_COLUMNS, " ": 0}, len(PROBLEM_COLUMNS) + 1)
+        found.setdefault(table.title, table).rows.append(cells)
+    return list(found.values())
+
+
+def precision_tables(checks: Sequence[Check]) -> list[Table]:
+    """One line for each implementation and problem, one column for each kind of gate."""
+    found: dict[str, Table] = {}
+    lines: dict[tuple, dict[str, list[Check]]] = {}
+    for check in checks:
+        if check.section == "precision":
+            of = "y" if check.of == "y" else "the worst gradient"
+            line = lines.setdefault((of, check.name, check.problem), {})
+            line.setdefault(check.gates, []).append(check)
+    for (of, name, problem), line in lines.items():
+        title = f"Error of {of} by kind of gate: norm of the error / norm of the float64 result"
+        columns = {**PROBLEM_COLUMNS, **{gates: 14 for gates in GATES}, "allowed": 10, " ": 0}
+        first = next(iter(line.values()))[0]
+        errors = [error_text(line.get(gates, [])) for gates in GATES]
+        cells = [name, str(problem.shape), problem.types, *errors, number(first.allowed, ".1e"), first.note]
+        found.setdefault(title, Table(title, columns, len(PROBLEM_COLUMNS))).rows.append(cells)
+    return list(found.values())
+
+
+def tables(report: Report) -> list[Table]:
+    return precision_tables(report.checks) + timing_tables(report, report.rows)
+
+
+def span(values: Sequence[float], unit: str = "") -> str:
+    """ "3 %", or "3 % to 5 %"."""
+    ends = [f"{end:{'.0f' if end >= 100 or unit else '.3g'}}{unit}" for end in (min(values), max(values))]
+    return " to ".join(dict.fromkeys(ends))
+
+
+def summary(report: Report) -> list[str]:
+    """The figures that matter, a sentence for each section and way of timing."""
+    sentences = []
+    if wrong := [check for check in report.checks if not check.right]:
+        sentences.append(f"WRONG: {len(wrong)} of {len(report.checks)} checks are out of tolerance.")
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in report.rows:
+        if row.us:
+            groups.setdefault((title_of(row), row.method), []).append(row)
+    for (title, method), rows in groups.items():
+        ours = [row for row in rows if row.name == OURS]
+        parts = [f"{microseconds(ours[0].us)} us"] if len(ours) == 1 else []
+        if method == "graph" and (shares := [100 * row.floor_share for row in ours if row.floor_share]):
+            parts.append(f"{span(shares, ' %')} of the floor")
+        for name in dict.fromkeys(row.name for row in rows if row.name not in (OURS, TOUCH, EMPTY)):
+            pairs = [(row.us, report.find(row, OURS)) for row in rows if row.name == name]
+            if ratios := [us / base.us for us, base in pairs if base]:
+                longer = f"{name} takes {span(ratios)} times as long"
+                parts.append(longer if max(ratios) > 1 else f"{1 / max(ratios):.3g} times {name}")
+        if parts:
+            where = f"{title} at {ours[0].problem}" if len(ours) == 1 else title
+            sentences.append(f"{where}, {'in a graph' if method == 'graph' else 'eager'}: {'; '.join(parts)}.")
+    return sentences
+
+
+def share_chart(report: Report) -> str:
+    """A chart in text: the share of the floor where memory traffic should count alone."""
+    rows = [r for r in report.rows if r.section in ("training", "long") and (r.name, r.method) == (OURS, "graph")]
+    rows = [row for row in rows if row.what == FORWARD and row.floor_share]
+    if not rows:
+        return ""
+    rows.sort(key=lambda row: -row.floor_share)
+    scale = "".join(f"{mark:<10}" for mark in ("0", "25", "50", "75", "100 %")).rstrip()
+    lines = [f"{'share of the floor, forward':36}{scale}"]
+    for row in rows:
+        bar = "#" * round(40 * row.floor_share)
+        lines.append(f"{row.problem!s:36}{bar} {100 * row.floor_share:.0f} %")
+    return "\n".join(["```text", *lines, "```"])
+
+
+def run_of(report: Report) -> str:
+    """Where and when, in a line."""
+    keys = ("GPU", "CPU", "torch", "CUDA", "triton", "FLA", "copy rate", "date")
+    found = {key: report.environment[key] for key in keys if key in report.environment}
+    return ", ".join(text if key in ("GPU", "CPU", "date") else f"{key} {text}" for key, text in found.items())
+
+
+def markdown_blocks(report: Report) -> dict[str, str]:
+    """README's generated blocks by name, markers included."""
+    run = run_of(report)
+    sentences = "\n".join(f"- {sentence}" for sentence in summary(report))
+    texts = {
+        "figures": [f"One run of `bench.py`: {run}.", sentences, share_chart(report)],
+        "tables": [f"One run of `bench.py`: {run}.", *(table.markdown() for table in tables(report))],
+    }
+    blocks = {}
+    for name, parts in texts.items():
+        text = "\n\n".join(part for part in parts if part)
+        blocks[name] = f"<!-- bench.py --markdown: {name} -->\n\n{text}\n\n<!-- end of {name} -->"
+    return blocks
+
+
+# Name, or None for the floor: line, marker, grey that stays apart from its neighbours' in print.
+STYLES = {
+    None: ("--", "", "#777777"),
+    OURS: ("-", "o", "#000000"),
+    LOOP: (":", "s", "#0072b2"),
+    "FLA chunk": ("-.", "^", "#d55e00"),
+    "FLA recurrent": ((0, (6, 2)), "v", "#44aa77"),
+}
+
+
+def sweep_panels(report: Report) -> list[tuple[str, list[Row]]]:
+    """For each panel of the plot: "T" or "D", and the rows that differ in that size and in the implementation alone."""
+    panels = []
+    for what, axis in itertools.product((FORWARD, TRAINING), "TD"):
+        rows = [row for row in report.rows if (row.section, row.what) == ("sweep", what) and row.us]
+        fixed = Counter(replace(row.problem, **{axis: 0}) for row in rows if row.name == OURS).most_common(1)
+        rows = [row for row in rows if fixed and replace(row.problem, **{axis: 0}) == fixed[0][0]]
+        panels.append((axis, sorted(rows, key=lambda row: getattr(row.problem, axis))))
+    return [panel for panel in panels if panel[1]]
+
+
+def write_plot(report: Report, path: str) -> None:
+    """Time against T and against D: ours, the floor and the peers, on log axes."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    panels = sweep_panels(report)
+    if not panels:
+        progress(f"--plot: nothing of section sweep was measured, so {path} is not written")
+        return
+    lines = math.ceil(len(panels) / 2)
+    figure, axes = pyplot.subplots(lines, 2, figsize=(11, 4.2 * lines), squeeze=False, layout="constrained")
+    for panel, (axis, rows) in zip(axes.flat, panels, strict=False):
+        points: dict[str | None, list[tuple[int, float]]] = {None: []}
+        for row in rows:
+            size = getattr(row.problem, axis)
+            points.setdefault(row.name, []).append((size, row.us))
+            if row.name == OURS and row.floor_us:
+                points[None].append((size, row.floor_us))
+        for name, pairs in points.items():
+            style, marker, colour = STYLES.get(name, ("-", "x", "#aaaaaa"))
+            look = {"ls": style, "marker": marker, "color": colour, "lw": 2.4 if name == OURS else 1.5}
+            panel.plot([x for x, _ in pairs], [y for _, y in pairs], **look, label=name or "floor: every byte once")
+        fixed = ", ".join(f"{name} = {getattr(rows[0].problem, name)}" for name in "BTHD" if name != axis)
+        panel.set(xscale="log", yscale="log", ylabel="microseconds per call", title=f"{rows[0].what} against {axis}")
+        panel.set_xlabel(f"{axis}   ({fixed}, {rows[0].problem.types}, {rows[0].method})")
+        panel.set_xticks([x for x, _ in points[OURS]], [str(x) for x, _ in points[OURS]])
+        panel.minorticks_off()
+        panel.grid(True, color="#dddddd", lw=0.6)
+    for empty in list(axes.flat)[len(panels) :]:
+        empty.remove()
+    named = {label: line for panel in axes.flat for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    figure.legend(named.values(), named, loc="outside lower center", ncols=len(named), frameon=False, handlelength=4)
+    figure.suptitle(f"gated_delta_jit, {run_of(report)}")
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -531,49 +684,42 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def seconds_of(call: Call, count: int = 1) -> float:
+    """Wall time per call of so many."""
+    synchronize()
+    start = time.perf_counter()
+    for _ in itertools.repeat(None, count):
+        call()
+    synchronize()
+    return (time.perf_counter() - start) / count
+
+
 def time_eager(
-    calls: dict[str, Call], rounds: int, round_seconds: float = 0.02, limit_seconds: float = 6.0
-) -> dict[str, Timing]:
+    calls: dict[str, Call], rounds: int, round_seconds: float, limit_seconds: float
+) -> dict[str, dict[str, float]]:
     """Wall time per call of each of `calls`, taken in turn within every round so that drift of the host hits all alike.
 
-    A sample is a loop of up to 1000 calls that ends with a synchronize. On a machine so slow or busy that the rounds
-    take longer than `limit_seconds`, fewer are run; a single call that takes as long is warmed up once and timed once.
+    A sample is a loop of up to 1000 calls that ends with a synchronize; the first round warms up. On a machine so slow
+    or busy that the rounds take longer than `limit_seconds`, fewer are run.
     """
-    counts: dict[str, int] = {}
-    warm_up_rounds = 1
-    for name, call in calls.items():
-        # The first call warms up, the second is an estimate.
-        for _ in range(2):
-            synchronize()
-            start = time.perf_counter()
-            call()
-            synchronize()
-            per_call = time.perf_counter() - start
-            if per_call > limit_seconds:
-                warm_up_rounds = 0
-                break
-        counts[name] = max(1, min(1000, round(round_seconds / per_call)))
+    # The first call warms up, the second is an estimate.
+    estimates = {name: [seconds_of(call), seconds_of(call)][1] for name, call in calls.items()}
+    counts = {name: max(1, min(1000, round(round_seconds / seconds))) for name, seconds in estimates.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     gc.collect()
     gc.disable()
     deadline = time.perf_counter() + limit_seconds
     try:
-        for round_index in range(warm_up_rounds + rounds):
-            if round_index > warm_up_rounds and time.perf_counter() > deadline:
+        for round_index in range(1 + rounds):
+            if round_index > 1 and time.perf_counter() > deadline:
                 break
             for name, call in calls.items():
-                count = counts[name]
-                synchronize()
-                start = time.perf_counter()
-                for _ in itertools.repeat(None, count):
-                    call()
-                synchronize()
-                seconds = time.perf_counter() - start
-                if round_index >= warm_up_rounds:
-                    samples[name].append(seconds / count)
+                seconds = seconds_of(call, counts[name])
+                if round_index > 0:
+                    samples[name].append(seconds)
     finally:
         gc.enable()
-    return {name: Timing(values) for name, values in samples.items()}
+    return {name: timing_of(values) for name, values in samples.items()}
 
 
 class CallGraph:
@@ -606,7 +752,7 @@ class CallGraph:
         return [1e-3 * x / self.count for x in milliseconds]
 
 
-def time_graph(calls: Sequence[Call], quick: bool = False, seconds: float | None = None) -> Timing:
+def time_graph(calls: Sequence[Call], quick: bool = False, seconds: float | None = None) -> dict[str, float]:
     """GPU time per call in a replayed CUDA graph; `calls` holds the same call on one or more sets of buffers.
 
     A graph holds enough calls (at most about 100) for 0.4 ms, so that the gap between replays does not count. With
@@ -641,21 +787,33 @@ def time_graph(calls: Sequence[Call], quick: bool = False, seconds: float | None
     graph.replay(max(1, min(300, math.ceil(warm / per_replay))))
     repeats = max(least, min(200, math.ceil(duration / per_replay)))
     # The first replays run while the host has no lead yet.
-    return Timing(graph.replay(repeats + 2)[2:])
+    return timing_of(graph.replay(repeats + 2)[2:])
 
 
-def cache_bytes() -> int:
-    """Of L2."""
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return getattr(properties, "L2_cache_size", 0) or 64 << 20
+def raise_interrupt(failure: Exception) -> None:
+    """Ctrl-C during a capture surfaces as the capture's own failure."""
+    if isinstance(failure.__context__, KeyboardInterrupt):
+        raise KeyboardInterrupt from failure
 
 
-def buffer_sets(problem: Problem) -> int:
-    """One set while inputs and output fit well into L2, else enough to exceed twice its size."""
-    cache = cache_bytes()
-    if problem.bytes < cache / 8:
-        return 1
-    return max(2, math.ceil(2 * cache / problem.bytes))
+def peak_memory(call: Call) -> int:
+    """Bytes that `call` allocates at most at any time, its results included. The first call warms up."""
+    call()
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = call()
+    torch.cuda.synchronize()
+    del results
+    return torch.cuda.max_memory_allocated() - before
+
+
+def free_memory() -> None:
+    """Graphs and large problems leave blocks behind that fit no later one."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -680,10 +838,6 @@ if triton is not None:
         tl.store(y + offsets, q_block * k_block + v_block * gate_block, mask=mask)
 
 
-def launch_empty() -> None:
-    empty_kernel[(1,)]()
-
-
 def touch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """The least that any implementation must do: read q, k, v, gate and write something of y's size that needs them."""
     y = torch.empty_like(v)
@@ -696,52 +850,76 @@ def touch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor)
     return y
 
 
-def check_touch(inputs: Inputs) -> None:
+def prepare_touch(*inputs: torch.Tensor) -> Call:
     """The floor must be honest: a touch kernel that skipped bytes would make every share too low."""
     q, k, v, gate = (x.float() for x in inputs)
-    expected = q * k + v * gate
-    if not torch.allclose(touch(*inputs).float(), expected, rtol=2e-2, atol=2e-2):
+    if not torch.allclose(touch(*inputs).float(), q * k + v * gate, rtol=2e-2, atol=2e-2):
         raise RuntimeError("the touch kernel is wrong")
+    return partial(touch, *inputs)
 
 
-def copy_rate() -> float:
-    """Bytes read plus bytes written per second by a large device-to-device copy, outside a graph."""
-    free, _ = torch.cuda.mem_get_info()
-    source = torch.rand(min(1 << 29, free // 32), device="cuda")
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(12):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(1e-3 * start.elapsed_time(end))
-    return 2 * source.numel() * source.element_size() / statistics.median(times[2:])
+def copy_rate(device: str) -> float:
+    """Bytes read plus bytes written per second by a large copy within the device's memory, outside a graph."""
+    size = min(1 << 31, torch.cuda.mem_get_info()[0] // 8) if device == "cuda" else 1 << 26
+    source = torch.rand(size // 4, device=device)
+    copy = partial(torch.empty_like(source).copy_, source)
+    seconds_of(copy, 4)
+    # Eight in a row, so that launch and synchronize don't count.
+    return 2 * source.nbytes / statistics.median(seconds_of(copy, 8) for _ in range(9))
+
+
+def cache_bytes() -> int:
+    """Of L2."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return getattr(properties, "L2_cache_size", 0) or 64 << 20
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Training steps
+# What is compared
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def training_step(
-    function: Callable[..., torch.Tensor], inputs: Inputs, dy: torch.Tensor
-) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """Forward and backward of `function` through autograd. The call returns the gradients of q, k, v, gate.
+@dataclass(frozen=True)
+class Candidate:
+    """An implementation, or a limit. `prepare` does what a caller does once, untimed, and returns the timed call.
+
+    By what is to be computed: FORWARD's gets q, k, v, gate, and its call returns y; TRAINING's gets dy as well, and its
+    call returns the gradients of q, k, v and of gate or, with `of_log_gate`, of the gate's logarithm.
+    """
+
+    name: str
+    prepare: dict[str, Callable[..., Call]]
+    of_log_gate: bool = False
+    methods: tuple[str, ...] = ("graph", "eager")
+    judged: bool = True
+
+    def results(self, what: str, arguments: Arguments) -> list[torch.Tensor]:
+        """Of one call: [y] or the gradients of q, k, v, gate."""
+        results = self.prepare[what](*arguments)()
+        if what == FORWARD:
+            return [results]
+        if self.of_log_gate:
+            return [*results[:3], results[3].double() / arguments[3].double()]
+        return list(results)
+
+
+def training_step(function: Callable[..., torch.Tensor], *arguments: torch.Tensor) -> Call:
+    """Forward and backward of `function` through autograd: the gradients of its arguments. The last argument is dy.
 
     The inputs are leaves that stay where they are, so that the call can be captured.
     """
+    *inputs, dy = arguments
     leaves = tuple(x.detach().requires_grad_() for x in inputs)
-
-    def call() -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(function(*leaves), leaves, dy)
-
-    return call
+    return lambda: torch.autograd.grad(function(*leaves), leaves, dy)
 
 
-def null_function(inputs: Inputs) -> Callable[..., torch.Tensor]:
+def from_module(name: str, module: torch.nn.Module) -> Candidate:
+    return Candidate(name, {FORWARD: partial(partial, module), TRAINING: partial(training_step, module)})
+
+
+def prepare_null(*arguments: torch.Tensor) -> Call:
     """What autograd alone costs: a function with our operator's signature whose results are ready beforehand."""
+    *inputs, _ = arguments
     ready_y = torch.zeros_like(inputs[2])
     ready_gradients = tuple(torch.zeros_like(x) for x in inputs)
 
@@ -754,67 +932,29 @@ def null_function(inputs: Inputs) -> Callable[..., torch.Tensor]:
         def backward(ctx, dy):
             return (*ready_gradients, None, None, None, None)
 
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return Null.apply(q, k, v, gate, None, 1.0, False, False)
-
-    return call
+    return training_step(lambda *leaves: Null.apply(*leaves, None, 1.0, False, False), *arguments)
 
 
-def all_gradients(
-    operator: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-    inputs: Inputs,
-    initial_state: torch.Tensor,
-    dy: torch.Tensor,
-    dfinal_state: torch.Tensor,
-) -> Gradients:
-    """Ours, all five, with gradients that arrive through y and through the final state."""
+LIMITS = [
+    Candidate("torch.add(q, k)", {FORWARD: lambda q, k, *_: partial(torch.add, q, k)}, judged=False),
+    Candidate("null autograd.Function", {TRAINING: prepare_null}, methods=("eager",), judged=False),
+]
+if triton is not None:
+    LIMITS += [
+        Candidate(EMPTY, {FORWARD: lambda *_: empty_kernel[(1,)]}, methods=("graph",), judged=False),
+        Candidate(TOUCH, {FORWARD: prepare_touch}, methods=("graph",), judged=False),
+    ]
+
+
+def gradients_with_states(function: Callable, *arguments: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Ours, all five, from an initial state, with gradients that arrive through y and through the final state."""
+    *inputs, dy, initial_state, dfinal_state = arguments
     leaves = [x.detach().requires_grad_() for x in (*inputs, initial_state)]
-    results = operator(*leaves[:4], initial_state=leaves[4], output_final_state=True)
+    results = function(*leaves[:4], initial_state=leaves[4], output_final_state=True)
     return torch.autograd.grad(results, leaves, (dy, dfinal_state))
 
 
-def judge_ours(
-    report: Report,
-    library: ModuleType,
-    problem: Problem,
-    inputs: Inputs,
-    dy: torch.Tensor,
-    oracle: Gradients,
-) -> tuple[Errors, bool]:
-    """The call that is timed, and one with a state, which here is zero as is its gradient: the oracle is the same."""
-    errors = gradient_errors(training_step(library.ModelNew(), inputs, dy)(), oracle)
-    zeros = torch.zeros_like(oracle[4], dtype=torch.float64 if problem.dtype == torch.float64 else torch.float32)
-    with_state = gradient_errors(all_gradients(library.gated_delta, inputs, zeros, dy, zeros), oracle)
-    right = report.check_gradients(problem, errors)
-    right = report.check_gradients(problem, with_state) and right
-    for gates in errors:
-        errors[gates]["dstate"] = with_state[gates]["dstate"]
-    return errors, right
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Peers: flash-linear-attention
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Peer:
-    """Another implementation. `prepare` does what a caller does once, untimed, and returns the timed call.
-
-    `prepare_training` likewise for a training step, with dy as fifth argument; the timed call returns the gradients of
-    q, k, v and of the gate's logarithm.
-    """
-
-    name: str
-    prepare: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Callable[[], torch.Tensor]]
-    prepare_training: Callable[..., Callable[[], tuple[torch.Tensor, ...]]]
-
-
-FLA_RECURRENT = "FLA fused_recurrent (exact)"
-FLA_CHUNK = "FLA chunk_gsa_fwd_k (TF32, bf16)"
-
-
-def load_fla() -> tuple[list[Peer], str]:
+def load_fla() -> tuple[list[Candidate], str]:
     """Both implementations of this operator in flash-linear-attention, and its version or why there is none.
 
     It wants the natural log of the gate in float32, which is prepared outside the timing.
@@ -834,847 +974,356 @@ def load_fla() -> tuple[list[Peer], str]:
     except Exception as error:  # a peer that does not import is a result, whatever it raises
         return [], f"{version}, import fails: {brief(error)}"
 
-    def prepare_recurrent(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor
-    ) -> Callable[[], torch.Tensor]:
-        log_gate = gate.float().log()
+    def recurrent(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: torch.Tensor) -> torch.Tensor:
+        return fused_recurrent(q, k, v, gv=log_gate, scale=1.0)[0]
 
-        def call() -> torch.Tensor:
-            return fused_recurrent(q, k, v, gv=log_gate, scale=1.0)[0]
+    def chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: torch.Tensor) -> torch.Tensor:
+        summed = chunk_local_cumsum(log_gate, chunk_size=64, scale=RCP_LN2)
+        return chunk_gsa_fwd_k(q, k, v, summed, scale=1.0, chunk_size=64)[2]
 
-        return call
-
-    def prepare_chunk(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor
-    ) -> Callable[[], torch.Tensor]:
-        log_gate = gate.float().log()
-
-        def call() -> torch.Tensor:
-            summed = chunk_local_cumsum(log_gate, chunk_size=64, scale=RCP_LN2)
-            return chunk_gsa_fwd_k(q, k, v, summed, scale=1.0, chunk_size=64)[2]
-
-        return call
-
-    def prepare_recurrent_training(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor, dy: torch.Tensor
-    ) -> Callable[[], tuple[torch.Tensor, ...]]:
-        def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: torch.Tensor) -> torch.Tensor:
-            return fused_recurrent(q, k, v, gv=log_gate, scale=1.0)[0]
-
-        return training_step(function, (q, k, v, gate.float().log()), dy)
-
-    def prepare_chunk_training(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor, dy: torch.Tensor
-    ) -> Callable[[], tuple[torch.Tensor, ...]]:
+    def chunk_training(q, k, v, log_gate, dy) -> Sequence[torch.Tensor]:
         # FLA has no autograd around this half of Gated Slot Attention: its two parts are called one after the other.
-        log_gate = gate.float().log()
+        summed = chunk_local_cumsum(log_gate, chunk_size=64, scale=RCP_LN2)
+        h, _, y = chunk_gsa_fwd_k(q, k, v, summed, scale=1.0, chunk_size=64)
+        # What the other half adds to the log gate's gradient; overwritten.
+        dg = torch.zeros_like(log_gate)
+        others = {"h0": None, "dht": None, "scale": 1.0, "chunk_size": 64}
+        return chunk_gsa_bwd_k(q=q, k=k, v=v, g=summed, h=h, o=y, do=dy, dg=dg, **others)[:4]
 
-        def call() -> tuple[torch.Tensor, ...]:
-            summed = chunk_local_cumsum(log_gate, chunk_size=64, scale=RCP_LN2)
-            h, _, y = chunk_gsa_fwd_k(q, k, v, summed, scale=1.0, chunk_size=64)
-            # What the other half adds to the log gate's gradient; overwritten.
-            dlog_gate = torch.zeros_like(log_gate)
-            return chunk_gsa_bwd_k(
-                q=q,
-                k=k,
-                v=v,
-                g=summed,
-                h=h,
-                h0=None,
-                o=y,
-                do=dy,
-                dht=None,
-                dg=dlog_gate,
-                scale=1.0,
-                chunk_size=64,
-            )[:4]
+    def with_log(function: Callable[..., object]) -> Callable[..., Call]:
+        return lambda q, k, v, gate, *dy: partial(function, q, k, v, gate.float().log(), *dy)
 
-        return call
+    def train_recurrent(q, k, v, gate, dy) -> Call:
+        return training_step(recurrent, q, k, v, gate.float().log(), dy)
 
     peers = [
-        Peer(FLA_RECURRENT, prepare_recurrent, prepare_recurrent_training),
-        Peer(FLA_CHUNK, prepare_chunk, prepare_chunk_training),
+        Candidate("FLA recurrent", {FORWARD: with_log(recurrent), TRAINING: train_recurrent}, of_log_gate=True),
+        Candidate("FLA chunk", {FORWARD: with_log(chunk), TRAINING: with_log(chunk_training)}, of_log_gate=True),
     ]
     return peers, version
 
 
-def precompile_fla(problems: Sequence[Problem], backward: bool = False) -> None:
-    """Fill Triton's cache with FLA's kernels, one process for each head size and dtype.
+def silence_process() -> None:
+    """For the child processes of precompile_fla, which meet errors that the parent meets too, and shows."""
+    os.environ["FLA_CACHE_RESULTS"] = "0"
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+
+
+def call_fla_once(problem: Problem, what: str) -> None:
+    """In a child process: both implementations."""
+    for peer in load_fla()[0]:
+        with contextlib.suppress(Exception):  # the parent meets the same error and shows it
+            peer.results(what, make_arguments(problem, "cuda", what))
+    synchronize()
+    free_memory()  # the process goes on with the next case
+
+
+def precompile_fla(cases: Sequence[tuple[Problem, str]]) -> None:
+    """Fill Triton's cache with FLA's kernels, several head sizes, dtypes and directions at a time.
 
     FLA's autotuner compiles some 90 variants of each, one after another: about a minute for every head size. This only
     compiles them side by side; the choice among them is still FLA's own, made in this process on a quiet GPU.
     """
-    workers = (os.cpu_count() or 1) // 2
-    cases = list({(p.H, p.D, p.dtype_name): p for p in problems}.values())
-    if workers < 2 or len(cases) < 2:
-        progress(f"FLA tunes itself for {len(cases)} head sizes and dtypes: allow a minute each")
-        return
-    progress(f"compiling FLA's kernels for {len(cases)} head sizes and dtypes, {workers} at a time: a minute or two")
-    environment = {**os.environ, "FLA_CACHE_RESULTS": "0"}
-    start = time.perf_counter()
-    waiting = list(cases)
-    running: list[subprocess.Popen[bytes]] = []
-    done = 0
+    cases = list({(p.H, p.D, p.dtype, what): (p, what) for p, what in cases}.values())
+    workers = max(1, (os.cpu_count() or 1) // 2)
+    progress(f"compiling FLA's kernels for {len(cases)} head sizes and dtypes, {workers} at a time: allow minutes")
+    context = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(workers, context, silence_process)
     try:
-        while waiting or running:
-            while waiting and len(running) < workers:
-                p = waiting.pop()
-                case = f"{p.B},{p.T},{p.H},{p.D},{p.dtype_name}"
-                command = [sys.executable, str(Path(__file__).resolve()), "--fla-precompile", case]
-                if backward:
-                    command.append("--backward")
-                silence = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-                running.append(subprocess.Popen(command, env=environment, **silence))
-            time.sleep(0.2)
-            still_running = [process for process in running if process.poll() is None]
-            if len(still_running) < len(running):
-                done += len(running) - len(still_running)
-                progress(f"  {done} of {len(cases)} compiled after {time.perf_counter() - start:.0f} s")
-            running = still_running
+        futures = [pool.submit(call_fla_once, *case) for case in cases]
+        for done, future in enumerate(concurrent.futures.as_completed(futures), start=1):
+            failure = future.exception()
+            progress(f"  {done} of {len(cases)} compiled" + (f" ({brief(failure)})" if failure else ""))
     finally:
-        for process in running:
-            process.kill()
-
-
-def precompile_fla_here(case: str, backward: bool) -> int:
-    """The child process of precompile_fla: run each of FLA's implementations once."""
-    B, T, H, D, dtype_name = case.split(",")
-    problem = Problem(int(B), int(T), int(H), int(D), getattr(torch, dtype_name))
-    inputs = make_inputs(problem, "cuda")
-    for peer in load_fla()[0]:
-        try:
-            if backward:
-                peer.prepare_training(*inputs, make_dy(problem, "cuda"))()
-            else:
-                peer.prepare(*inputs)()
-        except Exception as error:  # the parent meets the same error and shows it
-            progress(brief(error))
-    synchronize()
-    return 0
+        pool.shutdown(cancel_futures=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Sections
+# Measuring
 # ----------------------------------------------------------------------------------------------------------------------
 
-
-def check_results(report: Report, model: torch.nn.Module, device: str) -> None:
-    """Ours against the float64 oracle at the seed's shape: four dtypes, five kinds of gate, poisoned memory."""
-    report.say("Correctness at (B, T, H, D) = (2, 128, 4, 24): norm of the error / norm of the float64 result")
-    report.say(f"{'gates':14}" + "".join(f"{name_of(dtype):>12}" for dtype in TOLERANCE))
-    for gates in GATES:
-        cells = []
-        for dtype in TOLERANCE:
-            problem = Problem(SEED.B, SEED.T, SEED.H, SEED.D, dtype)
-            inputs = make_inputs(problem, device, seed=1, gates=gates)
-            oracle = oracle_of(inputs)
-            # The allocator hands this block out again: an element that is not written stays NaN.
-            poison = torch.full_like(inputs[2], math.nan)
-            del poison
-            error = relative_error(model(*inputs), oracle)
-            right = report.check(problem, gates, error)
-            cells.append(f"{error:.1e}" if right else f"{error:.1e} !")
-        report.say(f"{gates:14}" + "".join(f"{cell:>12}" for cell in cells))
-    allowed = [report.tolerance(replace(SEED, dtype=dtype)) for dtype in TOLERANCE]
-    report.say(f"{'allowed':14}" + "".join(f"{tolerance:>12.1e}" for tolerance in allowed))
-    if report.wrong:
-        report.say("WRONG: the figures marked ! are out of tolerance. Nothing is timed.")
-    report.say()
+# A problem whose buffers need more than this, or than nine tenths of what is free, is left out.
+LARGEST = 40e9
+# Longer loops are left out: backward through the loop is quadratic in T.
+LOOP_STEPS = {FORWARD: 2048, TRAINING: 1024}
 
 
-def check_gradients(report: Report, library: ModuleType, device: str) -> None:
-    """The five gradients at the seed's shape through y and a final state, from a random initial state."""
-    report.say("Gradients at (B, T, H, D) = (2, 128, 4, 24), each alone: norm of the error / norm of the float64 one")
-    report.say(f"{'dtype':10}{ERRORS_HEADER}{'allowed':>10}")
-    for dtype, tolerance in GRADIENT_TOLERANCE.items():
-        problem = Problem(SEED.B, SEED.T, SEED.H, SEED.D, dtype)
-        inputs = make_inputs(problem, device, seed=1, gates="mixed")
-        dy = make_dy(problem, device, seed=1)
-        state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        generator = torch.Generator(device).manual_seed(2)
-        shape = (problem.B, problem.H, problem.D, problem.D)
-        state, dstate = (torch.randn(shape, generator=generator, device=device, dtype=state_dtype) for _ in range(2))
-        oracle = oracle_gradients(inputs, dy, state, dstate)
-        # The allocator hands these blocks out again: an element that is not written stays NaN.
-        poison = [torch.full_like(x, math.nan) for x in (*inputs, state)]
-        del poison
-        errors = gradient_errors(all_gradients(library.gated_delta, inputs, state, dy, dstate), oracle)
-        report.check_gradients(problem, errors)
-        for gates, by_name in errors.items():
-            report.say(f"{problem.dtype_name:10}{gates:14}{format_errors(by_name, tolerance)}{tolerance:>10.1e}")
-    if report.wrong:
-        report.say("WRONG: the figures marked ! are out of tolerance. Nothing is timed.")
-    report.say()
+@dataclass(frozen=True)
+class Section:
+    """Problems that are measured alike."""
+
+    name: str
+    what: str
+    problems: Sequence[Problem]
+    beside: Sequence[Candidate] = ()  # what is measured beside ours
+    methods: tuple[str, ...] = ("graph",)
+    seconds: float | None = None  # so long may one measurement in a graph take
+    slow: float = 0.25  # what takes more seconds than this for a call isn't timed
 
 
 @dataclass
 class Bench:
-    """What the GPU sections share."""
+    """One run."""
 
     report: Report
     library: ModuleType
-    model: torch.nn.Module
-    peers: list[Peer]
+    device: str
     quick: bool
     bytes_per_second: float = math.nan
 
     @property
-    def rounds(self) -> int:
-        return 7 if self.quick else 25
+    def ours(self) -> Candidate:
+        return from_module(OURS, self.library.ModelNew())
 
-    def floor_from_copy(self, problem: Problem) -> float:
-        """Microseconds that the problem's bytes take at the copy rate."""
-        return 1e6 * problem.bytes / self.bytes_per_second
+    def tolerance(self, problem: Problem, of: str) -> float:
+        """By the kernel that may serve the problem."""
+        if of != "y":
+            return GRADIENT_TOLERANCE[problem.dtype]
+        looser = self.device == "cuda" and on_tensor_cores(problem)
+        return (TENSOR_CORE_TOLERANCE if looser else TOLERANCE)[problem.dtype]
 
-    def training_floor(self, problem: Problem) -> float:
-        return 1e6 * problem.training_bytes / self.bytes_per_second
+    def measure_copy_rate(self) -> None:
+        progress("copy rate")
+        self.bytes_per_second = copy_rate(self.device)
+        self.report.environment["copy rate"] = f"{self.bytes_per_second / 1e12:.3g} TB/s read plus written"
+        self.report.say(f"{'copy rate':16}{self.report.environment['copy rate']}")
 
-    def graph_row(
-        self,
-        section: str,
-        name: str,
-        problem: Problem,
-        calls: Sequence[Call],
-        seconds: float | None = None,
-        **more: object,
-    ) -> Row:
-        """Time `calls` in a graph, for about `seconds` where given; a failure becomes the row's note."""
-        row = Row(section, name, "graph", str(problem), buffer_sets=len(calls), **more)
+    def measure_precision(self, what: str, problems: Sequence[Problem], others: Sequence[Candidate]) -> None:
+        """Ours and others against the oracle, by kind of gate."""
+        progress(f"precision, {what}, problems: {len(problems)}")
+        for problem in problems:
+            known = len(self.report.checks)
+            # The loop in float64 is the oracle, and no peer has float64.
+            candidates = [self.ours, *(others if problem.dtype != torch.float64 else [])]
+            for gates in ["mixed"] if what == TRAINING else GATES:
+                arguments = make_arguments(problem, self.device, what, 1, gates)
+                judge = Judge(arguments, gates)
+                for candidate in candidates:
+                    self.judge("precision", what, candidate, problem, arguments, judge)
+            if what == TRAINING:
+                generator = torch.Generator(self.device).manual_seed(2)
+                shape = (problem.B, problem.H, problem.D, problem.D)
+                like = {"device": self.device, "dtype": torch.promote_types(problem.dtype, torch.float32)}
+                arguments += tuple(torch.randn(shape, generator=generator, **like) for _ in range(2))
+                function = partial(partial, gradients_with_states, self.library.gated_delta)
+                ours = Candidate(f"{OURS}, states", {what: function})
+                self.judge("precision", what, ours, problem, arguments, Judge(arguments))
+            self.report.print(precision_tables(self.report.checks[known:]))
+
+    def judge(
+        self, section: str, what: str, candidate: Candidate, problem: Problem, arguments: Arguments, judge: Judge
+    ) -> tuple[float | None, str]:
+        """Calls the candidate in poisoned memory. Its error, all being recorded, and why it isn't to be timed."""
+        note = ""
+        poison(*arguments)
         try:
-            timing = time_graph(calls, self.quick, seconds)
-        except Exception as error:  # one row that fails must not end the run
-            if isinstance(error.__context__, KeyboardInterrupt):
-                # Ctrl-C during a capture surfaces as the capture's own failure.
-                raise KeyboardInterrupt from error
-            row.note = brief(error)
-        else:
-            row.us = timing.us
-            row.spread = timing.spread
-        return self.report.add(row)
+            errors = judge.errors(candidate.results(what, arguments))
+        except Exception as failure:  # a peer that fails is a result, and so are we
+            if candidate.name == OURS and isinstance(failure, torch.cuda.OutOfMemoryError):
+                raise
+            note = brief(failure)
+            errors = [(gates, of, None) for gates in judge.kinds for of in judge.names]
+        checks = []
+        for gates, of, error in errors:
+            allowed = self.tolerance(problem, of) if candidate.name.startswith(OURS) else None
+            checks.append(Check(section, candidate.name, problem, gates, of, error, allowed, note))
+        self.report.checks.extend(checks)
+        if note:
+            return None, note
+        for check in checks:
+            if not check.right:
+                excess = f"{check.error:.1e}, {check.allowed:.1e} is allowed"
+                note = note or f"WRONG {check.of} with {check.gates} gates: {excess}"
+        usual = [check for check in checks if check.gates == judge.kinds[0]]
+        # Peers compute the gate's gradient by way of a logarithm; what it is worth is shown under precision.
+        if not worst(check.error for check in usual if check.of != "dgate") <= PEER_LIMIT:
+            note = note or "wrong result, not timed"
+        return worst(check.error for check in usual), note
 
-    def eager_row(self, section: str, name: str, problem: Problem, timing: Timing, **more: object) -> Row:
-        row = Row(section, name, "eager", str(problem), us=timing.us, spread=timing.spread, **more)
-        return self.report.add(row)
+    def buffer_sets(self, problem: Problem) -> int:
+        """One set while inputs and output fit well into L2, else enough to exceed twice its size."""
+        if self.device == "cpu" or problem.bytes() < cache_bytes() / 8:
+            return 1
+        if problem.bytes() > 16 * cache_bytes():
+            return 1  # it leaves nothing there that the next call could use
+        return max(2, math.ceil(2 * cache_bytes() / problem.bytes()))
 
+    def floor_us(self, section: Section, problem: Problem, inputs: Arguments) -> float:
+        """Microseconds that the bytes take: those of the touch kernel where they fit into L2, else at the copy rate."""
+        small = self.device == "cuda" and problem.bytes() < cache_bytes() / 8
+        if small and section.what == FORWARD and triton is not None:
+            try:
+                return time_graph([prepare_touch(*inputs)], self.quick, section.seconds)["us"]
+            except Exception as failure:  # without the touch kernel the rest is still worth having
+                raise_interrupt(failure)
+                progress(f"the touch kernel fails, the copy rate takes its place: {brief(failure)}")
+        return 1e6 * problem.bytes(section.what) / self.bytes_per_second
 
-def set_speed_up(row: Row, loop: Row | None) -> None:
-    if row.us is not None and loop is not None and loop.us is not None:
-        row.speed_up = loop.us / row.us
+    def run(self, section: Section) -> None:
+        progress(f"{SECTIONS[section.name]}, {section.what}, shapes: {len(section.problems)}")
+        for problem in section.problems:
+            row = Row(section.name, OURS, problem, section.what, section.methods[0])
+            row.buffer_sets = self.buffer_sets(problem)
+            # Beside the buffers, the five float32 arrays that they are drawn as.
+            needed = row.buffer_sets * problem.bytes(section.what) + 20 * math.prod(problem.shape)
+            if self.device == "cuda" and needed > min(LARGEST, 0.9 * torch.cuda.mem_get_info()[0]):
+                self.report.add(replace(row, note=f"needs {needed / 1e9:.0f} GB, left out"))
+                continue
+            try:
+                self.measure(section, row)
+            except torch.cuda.OutOfMemoryError as failure:
+                self.report.add(replace(row, note=brief(failure)))
+            if needed > 1 << 28:
+                free_memory()
 
+    def measure(self, section: Section, row: Row) -> None:
+        """One problem: everything is judged first, then timed. `row`: what all of its rows have in common."""
+        what, problem = section.what, row.problem
+        candidates = [each for each in (self.ours, *section.beside) if what in each.prepare]
+        candidates = [each for each in candidates if each.name != LOOP or problem.T <= LOOP_STEPS[what]]
+        arguments = make_arguments(problem, self.device, what, 1, "mixed")
+        judge = Judge(arguments)
+        verdicts: dict[str, tuple[float | None, str]] = {}
+        for candidate in candidates:
+            if candidate.judged:
+                verdicts[candidate.name] = self.judge(section.name, what, candidate, problem, arguments, judge)
+        del arguments, judge
+        buffers = [make_arguments(problem, self.device, what, seed) for seed in range(row.buffer_sets)]
+        floor_us = self.floor_us(section, problem, buffers[0][:4])
 
-def measure_limits(bench: Bench) -> None:
-    progress("copy rate")
-    bench.bytes_per_second = copy_rate()
-    bench.report.environment["copy rate"] = f"{bench.bytes_per_second / 1e12:.2f} TB/s (read + written)"
-    bench.report.say(f"copy rate {bench.bytes_per_second / 1e12:.2f} TB/s, bytes read plus bytes written")
-    bench.report.say()
+        eager_rows: list[Row] = []
+        in_turn: dict[str, Call] = {}
+        for candidate in candidates:
+            methods = [method for method in section.methods if method in candidate.methods]
+            if not methods:
+                continue
+            error, note = verdicts.get(candidate.name, (None, ""))
+            row = replace(row, name=candidate.name, method=methods[0], error=error, note=note, peak_bytes=None)
+            row.floor_us = floor_us if candidate.judged else None
+            try:
+                calls = [] if note else [candidate.prepare[what](*each) for each in buffers]
+                if calls and (seconds := seconds_of(calls[0])) > section.slow:
+                    row.note = f"{1e3 * seconds:.0f} ms a call, not timed"
+                elif calls and what == TRAINING and self.device == "cuda":
+                    row.peak_bytes = peak_memory(calls[0])
+            except Exception as failure:  # a peer that fails is a result
+                row.note = brief(failure)
+            if row.note:
+                self.report.add(row)
+                continue
+            if "graph" in methods:
+                self.report.add(self.in_graph(row, calls, section))
+            if "eager" in methods:
+                eager_rows.append(replace(row, method="eager", buffer_sets=1))
+                in_turn[candidate.name] = calls[0]
+        # Rounds, seconds for each round of a call, seconds in all.
+        pace = (7 if self.quick else 25, 0.02, 6.0) if self.device == "cuda" else (3 if self.quick else 7, 0.05, 2.0)
+        timings = time_eager(in_turn, *pace)
+        for row in eager_rows:
+            self.report.add(replace(row, **timings[row.name]))
 
-
-def measure_seed(bench: Bench) -> None:
-    """The seed's shape: machine limits, loop, ours and FLA, in a graph and eager."""
-    section = "seed"
-    report = bench.report
-    inputs = make_inputs(SEED, "cuda")
-    q, k = inputs[:2]
-    oracle = oracle_of(inputs)
-    loop = Model()
-    report.say(f"Seed shape (B, T, H, D) = (2, 128, 4, 24), float32, {SEED.bytes / 1e6:.2f} MB in and out")
-    report.say(ROW_HEADER)
-
-    floor_us = bench.floor_from_copy(SEED)
-    if triton is None:
-        for name in ("an empty launch", "every byte touched once"):
-            row = Row(section, name, "graph", str(SEED), note="needs triton, which is not installed")
-            report.say(format_row(report.add(row)))
-    else:
-        row = bench.graph_row(section, "an empty launch", SEED, [launch_empty])
-        report.say(format_row(row))
+    def in_graph(self, row: Row, calls: Sequence[Call], section: Section) -> Row:
+        """The row with its time in a graph; a failure becomes its note."""
         try:
-            check_touch(inputs)
-        except Exception as error:  # without the floor the rest is still worth having
-            row = report.add(Row(section, "every byte touched once", "graph", str(SEED), note=brief(error)))
-        else:
-            row = bench.graph_row(section, "every byte touched once", SEED, [partial(touch, *inputs)])
-        if row.us is not None:
-            floor_us = row.us
-            row.note = "the floor"
-        report.say(format_row(row))
-
-    report.say(format_row(bench.graph_row(section, "torch.add(q, k)", SEED, [partial(torch.add, q, k)])))
-
-    progress("reference loop, eager and in a graph")
-    error = relative_error(loop(*inputs), oracle)
-    more = {"floor_us": floor_us, "error": error}
-    loop_graph = bench.graph_row(section, "reference loop", SEED, [partial(loop, *inputs)], **more)
-    set_speed_up(loop_graph, loop_graph)
-    report.say(format_row(loop_graph))
-    timing = time_eager({"loop": partial(loop, *inputs)}, rounds=5, round_seconds=0.1)["loop"]
-    loop_eager = bench.eager_row(section, "reference loop", SEED, timing, **more)
-    set_speed_up(loop_eager, loop_eager)
-    report.say(format_row(loop_eager))
-
-    error = relative_error(bench.model(*inputs), oracle)
-    note = "" if report.check(SEED, "sigmoid", error) else f"WRONG, {report.tolerance(SEED):.1e} is allowed"
-    more = {"floor_us": floor_us, "error": error, "note": note}
-    ours_graph = bench.graph_row(section, "gated_delta_jit", SEED, [partial(bench.model, *inputs)], **more)
-    set_speed_up(ours_graph, loop_graph)
-    report.say(format_row(ours_graph))
-    calls = {"ours": partial(bench.model, *inputs), "add": partial(torch.add, q, k)}
-    timings = time_eager(calls, rounds=bench.rounds)
-    ours_eager = bench.eager_row(section, "gated_delta_jit", SEED, timings["ours"], **more)
-    set_speed_up(ours_eager, loop_eager)
-    report.say(format_row(ours_eager))
-    report.say(format_row(bench.eager_row(section, "torch.add(q, k)", SEED, timings["add"])))
-    report.say()
-    if ours_graph.us is not None:
-        times_loop = number(ours_graph.speed_up, ".0f")
-        report.summarise(
-            f"In a graph: {ours_graph.us:.2f} us, {percent(ours_graph.floor_share)} of the floor "
-            f"({floor_us:.2f} us), {times_loop} times faster than the loop in a graph."
-        )
-    # Ratios within one round, so that a host that slows down between rounds does not count.
-    pairs = zip(timings["ours"].samples, timings["add"].samples, strict=True)
-    ratio = statistics.median(ours / add for ours, add in pairs)
-    report.summarise(
-        f"Eager: {timings['ours'].us:.2f} us a call, {ratio:.2f} times torch.add, "
-        f"{number(ours_eager.speed_up, '.0f')} times faster than the loop."
-    )
-    report.say()
-
-
-def measure_seed_peers(bench: Bench) -> None:
-    """Two rows for each peer at the seed's shape: checked first, and a failure or a wrong result shown as such."""
-    section = "seed"
-    report = bench.report
-    inputs = make_inputs(SEED, "cuda")
-    oracle = oracle_of(inputs)
-    loop_graph = report.find(section, "reference loop", "graph")
-    loop_eager = report.find(section, "reference loop", "eager")
-    ours = report.find(section, "gated_delta_jit", "graph")
-    floor_us = ours.floor_us if ours else None
-    report.say("flash-linear-attention at the seed's shape, log gate prepared outside the timing")
-    report.say(ROW_HEADER)
-    for peer in bench.peers:
-        progress(f"{peer.name}: the first call at a head size tunes itself, for up to a minute")
-        call, row = try_peer(section, peer, SEED, [inputs], partial(relative_error, oracle=oracle))
-        if not call:
-            report.say(format_row(report.add(row)))
-            continue
-        more = {"floor_us": floor_us, "error": row.error}
-        row = bench.graph_row(section, peer.name, SEED, call, **more)
-        set_speed_up(row, loop_graph)
-        report.say(format_row(row))
-        timing = time_eager({"peer": call[0]}, rounds=bench.rounds)["peer"]
-        row = bench.eager_row(section, peer.name, SEED, timing, **more)
-        set_speed_up(row, loop_eager)
-        report.say(format_row(row))
-    report.say()
-
-
-def try_peer(
-    section: str,
-    peer: Peer,
-    problem: Problem,
-    buffers: Sequence[Inputs],
-    error_of: Callable[[torch.Tensor], float],
-) -> tuple[list[Call], Row]:
-    """The peer's timed calls, one for each buffer set; none, and a note in the row, if it fails, is wrong or too slow.
-
-    `error_of` belongs to the first buffer set.
-    """
-    row = Row(section, peer.name, "graph", str(problem), buffer_sets=len(buffers))
-    calls: list[Call] = []
-    try:
-        timed = [peer.prepare(*inputs) for inputs in buffers]
-        row.error = error_of(timed[0]())
-        seconds = seconds_of(timed[0])
-    except Exception as failure:  # a peer that fails is a result
-        row.note = brief(failure)
-        return calls, row
-    if not row.error <= PEER_LIMIT:
-        row.note = "wrong result, not timed"
-    elif seconds > PEER_SECONDS:
-        row.note = f"{1e3 * seconds:.0f} ms a call, not timed"
-    else:
-        calls.extend(timed)
-    return calls, row
-
-
-def seconds_of(call: Call) -> float:
-    """Wall time of one call that has been warmed up."""
-    synchronize()
-    start = time.perf_counter()
-    call()
-    synchronize()
-    return time.perf_counter() - start
-
-
-TABLE_HEADER = (
-    f"{'dtype':9}{'B':>4}{'T':>6}{'H':>4}{'K=V':>5}{'sets':>5}{'floor':>9}{'ours':>9}{'+-':>6}{'of floor':>9}"
-    f"{'error':>9}{'FLA rec.':>10}{'error':>9}{'FLA chunk':>10}{'error':>9}{'speed-up':>9}"
-)
-
-
-def measure_short(bench: Bench, problems: Sequence[Problem]) -> None:
-    """Ours against both FLA paths over short sequences, in graphs, one line for each problem."""
-    report = bench.report
-    report.say("Short shapes, us per call in a CUDA graph; speed-up against the faster of FLA's two implementations")
-    measure_table(bench, "short", problems)
-
-
-def measure_throughput(bench: Bench, problems: Sequence[Problem]) -> None:
-    """Ours against the floor and both FLA paths at sizes of real training runs."""
-    report = bench.report
-    report.say("Training shapes, forward, us per call in a CUDA graph; speed-up against the faster of FLA's two")
-    rows = measure_table(bench, "throughput", problems)
-    shares = [row.floor_share for row in rows if row.floor_share is not None]
-    if shares:
-        report.summarise(f"Training shapes: {percent(min(shares))} to {percent(max(shares))} of the floor.")
-        report.say()
-
-
-def measure_table(bench: Bench, section: str, problems: Sequence[Problem]) -> list[Row]:
-    """One line for each problem; returns the rows of ours."""
-    report = bench.report
-    report.say(TABLE_HEADER)
-    notes: dict[str, None] = {}
-    slower = 0
-    compared = 0
-    rows: list[Row] = []
-    for problem in problems:
-        ours, peers, floor_us = measure_forward(bench, section, problem)
-        rows.append(ours)
-        cells = ""
-        for name in (FLA_RECURRENT, FLA_CHUNK):
-            row = peers.get(name)
-            cells += f"{number(row.us if row else None):>10}{number(row.error if row else None, '.1e'):>9}"
-            if row is not None and row.note:
-                notes[f"{name} at {problem}: {row.note}"] = None
-        if ours.note:
-            notes[f"ours at {problem}: {ours.note}"] = None
-        peer_times = [row.us for row in peers.values() if row.us is not None]
-        speed_up = None
-        if peer_times and ours.us is not None:
-            speed_up = min(peer_times) / ours.us
-            compared += 1
-            slower += speed_up <= 1
-        report.say(
-            f"{problem.types:9}{problem.B:>4}{problem.T:>6}{problem.H:>4}{problem.D:>5}{ours.buffer_sets:>5}"
-            f"{floor_us:>9.2f}{number(ours.us):>9}{percent(ours.spread):>6}{percent(ours.floor_share):>9}"
-            f"{number(ours.error, '.1e'):>9}{cells}{number(speed_up, '.1f', 'x'):>9}"
-        )
-    for note in notes:
-        report.say(f"  {note}")
-    report.say()
-    if compared:
-        report.summarise(
-            f"Faster than both FLA implementations at {compared - slower} of {compared} shapes of {section}."
-        )
-        report.say()
-    return rows
-
-
-def judge_forward(bench: Bench, section: str, problem: Problem, buffers: Sequence[Inputs]) -> tuple[Row, Judge]:
-    """Ours on the first buffer set against the oracle, in poisoned memory; a row with a note where it is wrong."""
-    judge = Judge.of(buffers[0])
-    # The allocator hands this block out again: an element that is not written stays NaN.
-    poison = torch.full_like(buffers[0][2], math.nan)
-    del poison
-    row = Row(section, "gated_delta_jit", "graph", str(problem), buffer_sets=len(buffers))
-    row.error = judge.error(bench.model(*buffers[0]))
-    if not bench.report.check(problem, "sigmoid", row.error):
-        row.note = f"WRONG, {bench.report.tolerance(problem):.1e} is allowed; not timed"
-    return row, judge
-
-
-def forward_floor(bench: Bench, section: str, problem: Problem, buffers: Sequence[Inputs], **more: object) -> float:
-    """Microseconds that the bytes take: those of the touch kernel where they fit into L2, else at the copy rate."""
-    if triton is not None and problem.bytes < cache_bytes() / 8:
-        row = bench.graph_row(section, "every byte touched once", problem, [partial(touch, *buffers[0])], **more)
-        if row.us is not None:
-            return row.us
-    return bench.floor_from_copy(problem)
-
-
-def measure_forward(bench: Bench, section: str, problem: Problem) -> tuple[Row, dict[str, Row], float]:
-    """Rows of ours and of each peer at one problem, and the floor in microseconds."""
-    sets = buffer_sets(problem)
-    peers: dict[str, Row] = {}
-    try:
-        buffers = [make_inputs(problem, "cuda", seed) for seed in range(sets)]
-        ours, judge = judge_forward(bench, section, problem, buffers)
-    except torch.cuda.OutOfMemoryError as failure:
-        row = Row(section, "gated_delta_jit", "graph", str(problem), buffer_sets=sets, note=brief(failure))
-        return bench.report.add(row), peers, bench.floor_from_copy(problem)
-    floor_us = forward_floor(bench, section, problem, buffers)
-    if ours.note:
-        bench.report.add(ours)
-    else:
-        calls = [partial(bench.model, *inputs) for inputs in buffers]
-        ours = bench.graph_row(section, ours.name, problem, calls, error=ours.error, floor_us=floor_us)
-
-    for peer in bench.peers:
-        timed, row = try_peer(section, peer, problem, buffers, judge.error)
-        if timed:
-            row = bench.graph_row(section, peer.name, problem, timed, error=row.error, floor_us=floor_us)
-        else:
-            bench.report.add(row)
-        peers[peer.name] = row
-        del timed
-        free_memory()
-    return ours, peers, floor_us
-
-
-def free_memory() -> None:
-    """Graphs and large problems leave blocks behind that fit no later one."""
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-# A point of the grid: at most so much memory, so long a call, and about so much measuring.
-GRID_BYTES = 40e9
-GRID_CALL_SECONDS = 0.02
-GRID_SECONDS = 0.03
-
-
-def measure_grid(bench: Bench, problems: Sequence[Problem]) -> None:
-    """Ours alone, one line for each problem that fits."""
-    section = "grid"
-    report = bench.report
-    report.say("Grid, us per call in a CUDA graph, about 30 ms of measuring for each line")
-    report.say(
-        f"{'dtype':9}{'B*H':>5}{'T':>6}{'K=V':>5}{'sets':>5}"
-        f"{'floor':>10}{'ours':>10}{'+-':>6}{'of floor':>9}{'error':>9}"
-    )
-    for problem in problems:
-        try:
-            row, floor_us = measure_point(bench, section, problem)
-        except torch.cuda.OutOfMemoryError as failure:
-            row = report.add(Row(section, "gated_delta_jit", "graph", str(problem), note=brief(failure)))
-            floor_us = bench.floor_from_copy(problem)
-            free_memory()
-        report.say(
-            f"{problem.types:9}{problem.B * problem.H:>5}{problem.T:>6}{problem.D:>5}{row.buffer_sets:>5}"
-            f"{floor_us:>10.2f}{number(row.us):>10}{percent(row.spread):>6}{percent(row.floor_share):>9}"
-            f"{number(row.error, '.1e'):>9}  {row.note}".rstrip()
-        )
-    report.say()
-
-
-def measure_point(bench: Bench, section: str, problem: Problem) -> tuple[Row, float]:
-    """Ours at one point of the grid, and its floor in microseconds; a note in the row where it is not timed."""
-    # A set that is far larger than L2 leaves nothing there that the next call could use.
-    sets = 1 if problem.bytes > 16 * cache_bytes() else buffer_sets(problem)
-    floor_us = bench.floor_from_copy(problem)
-    # Beside the buffers, the float32 numbers that they are drawn as.
-    needed = sets * problem.bytes + 12 * problem.elements
-    if needed > min(GRID_BYTES, 0.9 * torch.cuda.mem_get_info()[0]):
-        row = Row(section, "gated_delta_jit", "graph", str(problem), note=f"needs {needed / 1e9:.0f} GB, left out")
-        return bench.report.add(row), floor_us
-    buffers = [make_inputs(problem, "cuda", seed) for seed in range(sets)]
-    row, _ = judge_forward(bench, section, problem, buffers)
-    seconds = seconds_of(partial(bench.model, *buffers[0]))
-    if not row.note and seconds > GRID_CALL_SECONDS:
-        row.note = f"{1e3 * seconds:.0f} ms a call, left out"
-    if row.note:
-        bench.report.add(row)
-    else:
-        more = {"seconds": GRID_SECONDS}
-        floor_us = forward_floor(bench, section, problem, buffers, **more)
-        calls = [partial(bench.model, *inputs) for inputs in buffers]
-        row = bench.graph_row(section, row.name, problem, calls, error=row.error, floor_us=floor_us, **more)
-    del buffers
-    if problem.bytes > 1 << 28:
-        free_memory()
-    return row, floor_us
-
-
-def measure_compiled_loop(bench: Bench) -> None:
-    """The reference loop under torch.compile at the seed's shape. Last, because it compiles for minutes."""
-    section = "torch.compile"
-    report = bench.report
-    inputs = make_inputs(SEED, "cuda")
-    oracle = oracle_of(inputs)
-    loop_graph = report.find("seed", "reference loop", "graph")
-    loop_eager = report.find("seed", "reference loop", "eager")
-    ours = report.find("seed", "gated_delta_jit", "graph")
-    floor_us = ours.floor_us if ours else None
-    progress("torch.compile of the loop: 128 unrolled steps take about six minutes; Ctrl-C keeps everything above")
-    report.say("The reference loop under torch.compile, seed shape")
-    report.say(ROW_HEADER)
-    compiled = torch.compile(Model(), dynamic=False)
-    start = time.perf_counter()
-    try:
-        error = relative_error(compiled(*inputs), oracle)
-    except Exception as failure:  # a peer that fails is a result
-        row = Row(section, "compiled loop", "graph", str(SEED), note=brief(failure))
-        report.say(format_row(report.add(row)))
-        return
-    synchronize()
-    note = f"compiled in {time.perf_counter() - start:.0f} s"
-    more = {"floor_us": floor_us, "error": error}
-    row = bench.graph_row(section, "compiled loop", SEED, [partial(compiled, *inputs)], **more)
-    row.note = row.note or note
-    set_speed_up(row, loop_graph)
-    report.say(format_row(row))
-    timing = time_eager({"compiled": partial(compiled, *inputs)}, rounds=bench.rounds)["compiled"]
-    row = bench.eager_row(section, "compiled loop", SEED, timing, **more)
-    set_speed_up(row, loop_eager)
-    report.say(format_row(row))
-    report.say()
-
-
-@dataclass
-class Verdict:
-    """How an implementation's gradients compare with the oracle's; a note says why it isn't timed."""
-
-    errors: Errors = field(default_factory=dict)
-    note: str = ""
-
-    @property
-    def columns(self) -> dict[str, object]:
-        """For a Row: everything, and the worst gradient with sigmoid gates."""
-        if not self.errors:
-            return {"note": self.note}
-        return {"error": worst(self.errors["sigmoid"].values()), "errors": self.errors, "note": self.note}
-
-
-def judge_training(bench: Bench, problem: Problem) -> dict[str, Verdict]:
-    """Ours and every peer by name, each gradient by kind of gate, printed.
-
-    Peers are timed if q, k and v have the right gradients for sigmoid gates; their gate's gradient, which they get by
-    way of a logarithm, is shown beside.
-    """
-    report = bench.report
-    progress(f"gradients at {problem}: the oracle takes up to half a minute, a peer's first call up to a minute")
-    inputs = make_inputs(problem, "cuda", seed=1, gates="mixed")
-    dy = make_dy(problem, "cuda", seed=1)
-    oracle = oracle_gradients(inputs, dy)
-    verdicts: dict[str, Verdict] = {}
-    report.say(f"Forward plus backward at (B, T, H, D) = {problem}, {problem.training_bytes / 1e6:.2f} MB in and out")
-    report.say(f"{'error of each gradient':34}{ERRORS_HEADER}")
-
-    errors, right = judge_ours(report, bench.library, problem, inputs, dy, oracle)
-    note = "" if right else f"WRONG, {GRADIENT_TOLERANCE[problem.dtype]:.1e} is allowed; not timed"
-    verdicts["gated_delta_jit"] = Verdict(errors, note)
-    for gates, by_name in errors.items():
-        report.say(f"{'gated_delta_jit':34}{gates:14}{format_errors(by_name, GRADIENT_TOLERANCE[problem.dtype])}")
-
-    for peer in bench.peers:
-        verdict = Verdict()
-        verdicts[peer.name] = verdict
-        try:
-            dq, dk, dv, dlog_gate = peer.prepare_training(*inputs, dy)()
-            dgate = dlog_gate.double() / inputs[3].double()
-            verdict.errors = gradient_errors((dq, dk, dv, dgate), oracle)
-        except Exception as failure:  # a peer that fails is a result
-            verdict.note = brief(failure)
-            report.say(f"{peer.name:34}{verdict.note}")
-            continue
-        if not all(verdict.errors["sigmoid"][name] <= PEER_LIMIT for name in ("dq", "dk", "dv")):
-            verdict.note = "wrong result, not timed"
-        for gates, by_name in verdict.errors.items():
-            report.say(f"{peer.name:34}{gates:14}{format_errors(by_name)}")
-    report.say()
-    return verdicts
-
-
-def training_step_of(bench: Bench, name: str, inputs: Inputs, dy: torch.Tensor) -> Call:
-    """The training step of ours or of the peer of that name."""
-    for peer in bench.peers:
-        if peer.name == name:
-            return peer.prepare_training(*inputs, dy)
-    return training_step(bench.model, inputs, dy)
-
-
-def measure_training_seed(bench: Bench) -> None:
-    """Forward plus backward at the seed's shape: loop, autograd alone, ours and FLA, in a graph and eager."""
-    section = "training, seed"
-    report = bench.report
-    verdicts = judge_training(bench, SEED)
-    inputs = make_inputs(SEED, "cuda")
-    dy = make_dy(SEED, "cuda")
-    floor_us = bench.training_floor(SEED)
-    report.say(ROW_HEADER)
-
-    progress("reference loop, forward and backward, in a graph and eager")
-    step = training_step(Model(), inputs, dy)
-    loop_graph = bench.graph_row(section, "reference loop", SEED, [step], floor_us=floor_us)
-    set_speed_up(loop_graph, loop_graph)
-    report.say(format_row(loop_graph))
-    timing = time_eager({"loop": step}, rounds=5, round_seconds=0.1)["loop"]
-    loop_eager = bench.eager_row(section, "reference loop", SEED, timing, floor_us=floor_us)
-    set_speed_up(loop_eager, loop_eager)
-    report.say(format_row(loop_eager))
-
-    graph_times: dict[str, float] = {}
-    for name, verdict in verdicts.items():
-        if verdict.note:
-            row = report.add(Row(section, name, "graph", str(SEED), floor_us=floor_us, **verdict.columns))
-            report.say(format_row(row))
-            continue
-        step = training_step_of(bench, name, inputs, dy)
-        calls = {"step": step}
-        if name == "gated_delta_jit":
-            calls["null"] = training_step(null_function(inputs), inputs, dy)
-        row = bench.graph_row(section, name, SEED, [step], floor_us=floor_us, **verdict.columns)
-        set_speed_up(row, loop_graph)
-        report.say(format_row(row))
-        if row.us is not None:
-            graph_times[name] = row.us
-        timings = time_eager(calls, rounds=bench.rounds)
-        row = bench.eager_row(section, name, SEED, timings["step"], floor_us=floor_us, **verdict.columns)
-        set_speed_up(row, loop_eager)
-        report.say(format_row(row))
-        if name == "gated_delta_jit":
-            row = bench.eager_row(section, "null autograd.Function", SEED, timings["null"])
-            report.say(format_row(row))
-            # Ratios within one round, as for torch.add.
-            pairs = zip(timings["step"].samples, timings["null"].samples, strict=True)
-            ratio = statistics.median(ours / null for ours, null in pairs)
-            ours_us = timings["step"].us
-    report.say()
-    if not verdicts["gated_delta_jit"].note:
-        report.summarise(
-            f"{SEED}: eager: {ours_us:.2f} us a training step, {ratio:.2f} times the null autograd.Function."
-        )
-    summarise_training(report, SEED, graph_times, floor_us)
-
-
-def summarise_training(report: Report, problem: Problem, graph_times: dict[str, float], floor_us: float) -> None:
-    """Ours in a graph against the floor and the faster of the peers."""
-    peers = dict(graph_times)
-    ours = peers.pop("gated_delta_jit", None)
-    if ours is not None:
-        text = f"in a graph: {ours:.2f} us a training step, {percent(floor_us / ours)} of the floor ({floor_us:.2f} us)"
-        if peers:
-            text += f", {min(peers.values()) / ours:.2f} times as fast as the faster of FLA's two"
-        report.summarise(f"{problem}: {text}.")
-    report.say()
-
-
-def measure_training(bench: Bench, problem: Problem) -> None:
-    """Forward plus backward at a training shape, in graphs: ours and both FLA paths."""
-    section = "training"
-    report = bench.report
-    verdicts = judge_training(bench, problem)
-    sets = buffer_sets(problem)
-    buffers = [(make_inputs(problem, "cuda", seed), make_dy(problem, "cuda", seed)) for seed in range(sets)]
-    floor_us = bench.training_floor(problem)
-    report.say(ROW_HEADER)
-    graph_times: dict[str, float] = {}
-    for name, verdict in verdicts.items():
-        more = {"floor_us": floor_us, **verdict.columns}
-        if verdict.note:
-            row = report.add(Row(section, name, "graph", str(problem), buffer_sets=sets, **more))
-        else:
-            calls = [training_step_of(bench, name, inputs, dy) for inputs, dy in buffers]
-            row = bench.graph_row(section, name, problem, calls, **more)
-        report.say(format_row(row))
-        if row.us is not None:
-            graph_times[name] = row.us
-    report.say()
-    summarise_training(report, problem, graph_times, floor_us)
-
-
-def measure_training_memory(bench: Bench, problem: Problem) -> None:
-    """Peak memory of one training step, y and the four gradients included, above the inputs and dy."""
-    section = "training, memory"
-    report = bench.report
-    inputs = make_inputs(problem, "cuda")
-    dy = make_dy(problem, "cuda")
-    report.say(f"Peak memory of a training step at {problem} above q, k, v, gate (or its logarithm) and dy")
-    report.say(f"{'y and four gradients alone':34}{problem.bytes / 2**20:>8.0f} MiB")
-    for name in ("gated_delta_jit", *(peer.name for peer in bench.peers)):
-        row = Row(section, name, "eager", str(problem))
-        try:
-            row.peak_bytes = peak_memory(training_step_of(bench, name, inputs, dy))
-        except Exception as failure:  # a peer that fails is a result
-            row.note = brief(failure)
-        report.add(row)
-        mebibytes = None if row.peak_bytes is None else row.peak_bytes / 2**20
-        report.say(f"{name:34}{number(mebibytes, '8.0f', ' MiB')}  {row.note}".rstrip())
-    report.say()
-
-
-def peak_memory(call: Call) -> int:
-    """Bytes that `call` allocates at most at any time, its results included. The first call warms up."""
-    call()
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    results = call()
-    torch.cuda.synchronize()
-    del results
-    return torch.cuda.max_memory_allocated() - before
-
-
-def measure_cpu(report: Report, library: ModuleType, problems: Sequence[Problem], quick: bool, backward: bool) -> None:
-    """No GPU: the reference loop against our CPU kernel, wall time, taken in turn."""
-    section = "cpu, training" if backward else "cpu"
-    loop = Model()
-    model = library.ModelNew()
-    what = ", forward plus backward" if backward else ""
-    report.say(f"CPU{what}, {torch.get_num_threads()} threads, us per call (wall)")
-    report.say(f"{'(B, T, H, D)':40}{'loop':>12}{'+-':>7}{'ours':>12}{'+-':>7}{'speed-up':>10}{'error':>10}")
-    for problem in problems:
-        if backward and quick and problem == CPU_PROBLEMS[1]:
-            # Backward through the loop is quadratic in T: most of a minute here.
-            continue
-        inputs = make_inputs(problem, "cpu")
-        errors: Errors | None = None
-        if backward:
-            mixed = make_inputs(problem, "cpu", seed=1, gates="mixed")
-            dy = make_dy(problem, "cpu")
-            errors, right = judge_ours(report, library, problem, mixed, dy, oracle_gradients(mixed, dy))
-            error = worst(itertools.chain.from_iterable(each.values() for each in errors.values()))
-            tolerance = GRADIENT_TOLERANCE[problem.dtype]
-            calls = {"loop": training_step(loop, inputs, dy), "ours": training_step(model, inputs, dy)}
-        else:
-            error = relative_error(model(*inputs), oracle_of(inputs))
-            right = report.check(problem, "sigmoid", error)
-            tolerance = report.tolerance(problem)
-            calls = {"loop": partial(loop, *inputs), "ours": partial(model, *inputs)}
-        shape = str(problem)
-        if not right:
-            note = f"WRONG, {tolerance:.1e} is allowed; not timed"
-            report.add(Row(section, "gated_delta_jit", "eager", str(problem), error=error, errors=errors, note=note))
-            report.say(f"{shape:40}{'-':>12}{'-':>7}{'-':>12}{'-':>7}{'-':>10}{error:>10.1e}  {note}")
-            continue
-        timings = time_eager(calls, rounds=3 if quick else 9, round_seconds=0.05)
-        rows = {}
-        for key, name in (("loop", "reference loop"), ("ours", "gated_delta_jit")):
-            timing = timings[key]
-            rows[key] = report.add(Row(section, name, "eager", str(problem), us=timing.us, spread=timing.spread))
-            rows[key].speed_up = timings["loop"].us / timing.us
-        rows["ours"].error = error
-        rows["ours"].errors = errors
-        report.say(
-            f"{shape:40}{timings['loop'].us:>12.1f}{100 * timings['loop'].spread:>6.1f}%"
-            f"{timings['ours'].us:>12.1f}{100 * timings['ours'].spread:>6.1f}%"
-            f"{rows['ours'].speed_up:>9.1f}x{error:>10.1e}"
-        )
-    report.say()
+            return replace(row, **time_graph(calls, self.quick, section.seconds))
+        except Exception as failure:  # one row that fails must not end the run
+            raise_interrupt(failure)
+            return replace(row, note=brief(failure))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The run
 # ----------------------------------------------------------------------------------------------------------------------
 
+BF16, F32 = torch.bfloat16, torch.float32
+PRECISION_DTYPES = list(TOLERANCE)
+PRECISE = Problem(16, 256, 8, 64)  # large enough for tensor cores
+TRAINING_SHAPES = [
+    Problem(8, 2048, 16, 64, BF16),
+    Problem(8, 2048, 16, 64),
+    Problem(8, 2048, 16, 128, BF16),
+    Problem(16, 2048, 16, 64, BF16),
+    Problem(16, 2048, 32, 128, BF16),
+    Problem(8, 2048, 16, 128),
+    Problem(4, 4096, 16, 256, BF16),
+    Problem(8, 2047, 16, 64, BF16),
+    Problem(8, 2048, 16, 64, torch.float16),
+    Problem(8, 2048, 16, 64, BF16, F32),
+]
+LONG_SHAPES = [Problem(1, 8192, 8, 64, BF16), Problem(1, 32768, 16, 128, BF16), Problem(1, 131072, 4, 64, BF16)]
 
-def processor_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+
+def short_shapes(quick: bool) -> list[Problem]:
+    """Where launch and latency count as much as bytes: few steps of many heads, 64 to 512 steps of 8 or 64 heads."""
+    sizes, lengths = ([16, 64], [128]) if quick else ([16, 32, 64], [64, 128, 256, 512])
+    decode = [Problem(64, T, 16, D, BF16) for D in (64, 128) for T in (1, 4)]
+    points = itertools.product((F32, BF16), sizes, lengths, (1, 8))
+    return decode[: 2 if quick else 4] + [Problem(B, T, 8, D, dtype) for dtype, D, T, B in points]
 
 
-def describe(library: ModuleType, on_gpu: bool, fla: str) -> dict[str, str]:
+def grid_shapes(quick: bool) -> list[Problem]:
+    """From one pair (b, h) and one step to 1024 pairs of 8192 steps; at most 16 heads a batch."""
+    pairs = [1, 16, 256] if quick else [1, 4, 16, 64, 256, 1024]
+    lengths = [1, 128, 8192] if quick else [1, 16, 128, 1024, 8192]
+    sizes = [16, 64, 128] if quick else [16, 32, 64, 128, 256]
+    points = itertools.product((F32, BF16), sizes, lengths, pairs)
+    return [Problem(max(1, n // 16), T, min(n, 16), D, dtype) for dtype, D, T, n in points]
+
+
+def sweep_shapes(base: Problem, lengths: Sequence[int], sizes: Sequence[int]) -> list[Problem]:
+    """For the plot: T with D fixed, then D with T fixed; one point is in both."""
+    return list(dict.fromkeys([replace(base, T=T) for T in lengths] + [replace(base, D=D) for D in sizes]))
+
+
+def plan(options: argparse.Namespace, device: str, peers: Sequence[Candidate]) -> list[Section]:
+    """The timed sections in the order in which they run."""
+    quick = options.quick
+    loop = from_module(LOOP, Model())
+    beside = [loop, *peers]
+    on_cpu = device == "cpu"
+    both = {"methods": ("eager",) if on_cpu else ("graph", "eager"), "slow": 5.0}
+    sections: list[Section] = []
+    for what in options.directions:
+        sections += [
+            Section("shapes", what, options.shapes, beside, **both),
+            Section("seed", what, [] if options.shapes else [SEED], [*LIMITS, *beside], **both),
+        ]
+        shapes = dict.fromkeys(SECTIONS, ())
+        if options.shapes:
+            continue
+        if on_cpu:
+            shapes["short"] = [Problem(16, 1, 16, 64)]
+            shapes["training"] = [Problem(4, 256 if what == FORWARD else 128, 8, 64)]
+            shapes["long"] = [Problem(1, 1024, 8, 64)] if what == FORWARD and not quick else []
+            shapes["sweep"] = sweep_shapes(Problem(1, 256, 8, 32), (16, 64, 256, 1024), (8, 16, 32, 64, 128))
+        else:
+            lengths = (16, 64, 256, 1024, 2048, 4096, 16384)
+            shapes["sweep"] = sweep_shapes(TRAINING_SHAPES[0], lengths, (16, 32, 64, 128, 256))
+            if what == FORWARD:
+                shapes["short"], shapes["grid"] = short_shapes(quick), grid_shapes(quick)
+            few = what == TRAINING or quick
+            shapes["training"] = TRAINING_SHAPES[: 3 if few else None]
+            shapes["long"] = [] if what == TRAINING and quick else LONG_SHAPES[: 2 if few else None]
+        for name, problems in shapes.items():
+            problems = in_dtype(problems, options.dtype)
+            if name == "grid":
+                sections.append(Section(name, what, problems, seconds=0.03, slow=0.02))
+            elif on_cpu:
+                sections.append(Section(name, what, problems, beside, **both))
+            else:
+                sections.append(Section(name, what, problems, beside if name == "sweep" else peers))
+    sections = [section for section in sections if section.name in options.only and section.problems]
+    # Compiling takes minutes, so that it comes last.
+    if options.torch_compile and not on_cpu and any(section.name == "seed" for section in sections):
+        compiled = from_module("torch.compile of the loop", torch.compile(Model(), dynamic=False))
+        forward = replace(compiled, prepare={FORWARD: compiled.prepare[FORWARD]})
+        sections.append(Section("compiled", FORWARD, [SEED], [forward], **both))
+    return sections
+
+
+def describe(library: ModuleType, device: str, fla: str) -> dict[str, str]:
     environment = {
         "date": datetime.date.today().isoformat(),
         "gated_delta_jit": library.__version__,
@@ -1683,24 +1332,20 @@ def describe(library: ModuleType, on_gpu: bool, fla: str) -> dict[str, str]:
         "triton": triton.__version__ if triton is not None else "not installed",
         "python": platform.python_version(),
     }
-    if on_gpu:
+    if device == "cuda":
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         capability = f"sm_{properties.major}{properties.minor}"
         environment["GPU"] = f"{properties.name} ({capability}, {properties.multi_processor_count} SMs)"
         environment["FLA"] = fla
     else:
-        environment["CPU"] = f"{processor_name()}, {torch.get_num_threads()} threads"
+        cpuinfo = Path("/proc/cpuinfo")
+        lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        environment["CPU"] = f"{[*names, platform.machine()][0]}, {torch.get_num_threads()} threads"
     return environment
 
 
-SECTIONS = ("seed", "short", "throughput", "grid")
-DTYPE_NAMES = {
-    **{name_of(dtype): dtype for dtype in TOLERANCE},
-    **{short: dtype for dtype, short in SHORT_NAMES.items()},
-    "f16": torch.float16,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-}
+DTYPE_NAMES = {name: dtype for names in (LONG_NAMES, SHORT_NAMES) for dtype, name in names.items()}
 
 
 def parse_dtype(text: str) -> torch.dtype:
@@ -1722,101 +1367,90 @@ def parse_shape(text: str) -> tuple[tuple[int, ...], torch.dtype | None, torch.d
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    description, _, method = (__doc__ or "").partition("\n\n")
+    description, _, text = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
-        description=description, epilog=method, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, epilog=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    direction = parser.add_mutually_exclusive_group()
+    direction.add_argument("--forward", action="store_true", help="the forward alone")
+    direction.add_argument("--backward", action="store_true", help="forward plus backward alone")
+    names = [name for name in SECTIONS if name not in ("shapes", "compiled")]
+    parser.add_argument("--only", metavar="SECTION", nargs="+", choices=names, help=", ".join(names))
+    parser.add_argument("--shapes", metavar="SHAPE", nargs="+", type=parse_shape, help="B,T,H,D[:DTYPE[:GATE DTYPE]]")
+    parser.add_argument("--dtype", type=parse_dtype, help=", ".join(DTYPE_NAMES))
     parser.add_argument("--quick", action="store_true", help="fewer shapes and repeats")
-    parser.add_argument("--backward", action="store_true", help="forward plus backward, not the forward alone")
-    parser.add_argument("--only", metavar="SECTION", choices=SECTIONS, help=f"one of {', '.join(SECTIONS)}, alone")
-    parser.add_argument("--grid", action="store_true", help="add the grid of 300 sizes")
-    parser.add_argument(
-        "--shapes",
-        metavar="SHAPE",
-        nargs="+",
-        type=parse_shape,
-        help="B,T,H,D[:DTYPE[:GATE DTYPE]], in place of the training shapes",
-    )
-    parser.add_argument(
-        "--dtype", type=parse_dtype, help="this type for all shapes but the seed's, and for --shapes that name none"
-    )
-    parser.add_argument("--torch-compile", action="store_true", help="add the loop under torch.compile (minutes)")
-    parser.add_argument("--json", metavar="FILE", help="write everything measured to FILE")
-    parser.add_argument("--no-fla", action="store_true", help="leave flash-linear-attention out")
-    # What precompile_fla starts its processes with.
-    parser.add_argument("--fla-precompile", metavar="CASE", help=argparse.SUPPRESS)
+    parser.add_argument("--grid", action="store_true", help="add the section grid")
+    parser.add_argument("--fla", action="store_true", help="add flash-linear-attention")
+    parser.add_argument("--torch-compile", action="store_true", help="add the loop under torch.compile")
+    for name, what in {"json": "everything measured", "csv": "the timings", "plot": "a picture of the sweep"}.items():
+        parser.add_argument(f"--{name}", metavar="FILE", help=f"write {what} to FILE")
+    parser.add_argument("--markdown", action="store_true", help="README's blocks on stdout")
+    parser.add_argument("--from", dest="source", metavar="FILE", help="show an earlier run's JSON, measure nothing")
     options = parser.parse_args(arguments)
-    if options.shapes and options.only not in (None, "throughput"):
-        parser.error("--shapes is for the training shapes: --only throughput, or without --only")
-    if options.backward and (options.grid or options.only in ("short", "grid")):
-        parser.error("--backward has the sections seed and throughput")
-    if options.grid and options.only not in (None, "grid"):
-        parser.error(f"--grid and --only {options.only} exclude each other")
-    if options.shapes:
-        default = options.dtype or torch.float32
-        options.shapes = [Problem(*sizes, dtype or default, gate) for sizes, dtype, gate in options.shapes]
-    if options.json:
-        try:
-            # Now rather than after minutes of measuring.
-            Path(options.json).open("a").close()
-        except OSError as error:
-            parser.error(f"--json: {error}")
+    if options.shapes and (options.only or options.grid or options.plot):
+        parser.error("--shapes excludes --only, --grid and --plot")
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
+    default = options.dtype or torch.float32
+    options.shapes = [Problem(*sizes, dtype or default, gate) for sizes, dtype, gate in options.shapes or []]
+    options.directions = [TRAINING] if options.backward else [FORWARD] if options.forward else [FORWARD, TRAINING]
+    only = options.only or [name for name in SECTIONS if name not in ("grid", "sweep")]
+    options.only = {*only, *(["grid"] if options.grid else []), *(["sweep"] if options.plot else [])}
+    for path in (Path(name) for name in (options.json, options.csv, options.plot) if name):
+        # Now rather than after minutes of measuring.
+        if not os.access(path if path.exists() else path.parent, os.W_OK) or path.is_dir():
+            parser.error(f"{path} can't be written")
     return options
 
 
-def gpu_sections(bench: Bench, options: argparse.Namespace) -> Iterator[Callable[[], None]]:
-    """The sections in the order in which they run."""
-    wanted = {options.only} if options.only else {"seed", "short", "throughput"}
-    if options.grid:
-        wanted.add("grid")
-    yield partial(measure_limits, bench)
-    if options.backward:
-        problems = options.shapes or in_dtype(training_problems(options.quick), options.dtype)
-        problems = problems if "throughput" in wanted else []
-        if bench.peers:
-            yield partial(precompile_fla, [*([SEED] if "seed" in wanted else []), *problems], backward=True)
-        if "seed" in wanted:
-            yield partial(measure_training_seed, bench)
-        for problem in problems:
-            yield partial(measure_training, bench, problem)
-        if problems:
-            yield partial(measure_training_memory, bench, problems[0] if options.shapes else MEMORY_PROBLEM)
+def run(bench: Bench, options: argparse.Namespace, peers: Sequence[Candidate]) -> None:
+    """Everything asked for: precision first, and nothing is timed when it is wrong."""
+    sections = plan(options, bench.device, peers)
+    precise = [replace(SEED, dtype=dtype) for dtype in PRECISION_DTYPES]
+    if bench.device == "cuda" and not options.quick:
+        precise += [replace(PRECISE, dtype=dtype) for dtype in TENSOR_CORE_TOLERANCE]
+    others = peers if "precision" in options.only and not options.shapes else []
+    bench.measure_copy_rate()
+    if peers:
+        cases = [(problem, section.what) for section in sections if section.beside for problem in section.problems]
+        cases += itertools.product(precise if others else [], options.directions)
+        precompile_fla([case for case in cases if case[0].dtype != torch.float64])
+    for what in options.directions:
+        bench.measure_precision(what, precise, [from_module(LOOP, Model()), *others])
+    if not bench.report.right:
+        progress("nothing is timed, because results are wrong")
         return
-    dtypes = [options.dtype] if options.dtype else [torch.float32, torch.bfloat16]
-    short = short_problems(options.quick, dtypes) if "short" in wanted else []
-    training = options.shapes or in_dtype(throughput_problems(options.quick), options.dtype)
-    training = training if "throughput" in wanted else []
-    if "seed" in wanted:
-        yield partial(measure_seed, bench)
-    if bench.peers and wanted != {"grid"}:
-        yield partial(precompile_fla, [*([SEED] if "seed" in wanted else []), *short, *training])
-    if bench.peers and "seed" in wanted:
-        yield partial(measure_seed_peers, bench)
-    if short:
-        yield partial(measure_short, bench, short)
-    if training:
-        yield partial(measure_throughput, bench, training)
-    if "grid" in wanted:
-        yield partial(measure_grid, bench, grid_problems(options.quick, dtypes))
-    if options.torch_compile and "seed" in wanted:
-        yield partial(measure_compiled_loop, bench)
+    for section in sections:
+        bench.run(section)
 
 
-def cpu_problems(options: argparse.Namespace) -> list[Problem]:
-    """What a CPU is asked for: short, throughput and grid are a GPU's."""
-    if options.grid or (options.only not in (None, "seed") and not options.shapes):
-        progress("short, throughput and grid are for GPUs and are left out")
-    if options.shapes:
-        return options.shapes
-    if options.only not in (None, "seed"):
-        return []
-    return in_dtype([SEED] if options.only else CPU_PROBLEMS, options.dtype)
+def write_results(report: Report, options: argparse.Namespace) -> None:
+    report.say()
+    for sentence in summary(report):
+        report.say(sentence)
+    if options.markdown:
+        print("\n\n".join(markdown_blocks(report).values()), flush=True)
+    if options.json:
+        report.write_json(options.json)
+    if options.csv:
+        report.write_csv(options.csv)
+    if options.plot:
+        write_plot(report, options.plot)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    if options.fla_precompile:
-        return precompile_fla_here(options.fla_precompile, options.backward)
+    stream = sys.stderr if options.markdown else sys.stdout
+    if options.source:
+        try:
+            report = Report.read_json(options.source)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            progress(f"{options.source} is no JSON of bench.py: {brief(error)}")
+            return 2
+        report.stream = stream
+        report.print(tables(report))
+        write_results(report, options)
+        return 0 if report.right else 1
     try:
         # Here and not at the top: the first import compiles, which --help should not.
         import gated_delta_jit
@@ -1824,46 +1458,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         progress(f"gated_delta_jit could not be imported\n{error}")
         return 1
 
-    on_gpu = torch.cuda.is_available() and gated_delta_jit.HAS_CUDA
-    if torch.cuda.is_available() and not on_gpu:
+    start = time.perf_counter()
+    device = "cuda" if torch.cuda.is_available() and gated_delta_jit.HAS_CUDA else "cpu"
+    if torch.cuda.is_available() and device == "cpu":
         progress("there is a GPU, but gated_delta_jit has no CUDA part (is nvcc on PATH?): timing the CPU")
-    if options.torch_compile and not on_gpu:
-        progress("--torch-compile is for GPUs and is left out")
-    elif options.torch_compile and options.backward:
-        progress("--torch-compile goes with the forward alone and is left out")
-    peers: list[Peer] = []
-    fla = "left out"
-    if on_gpu and not options.no_fla:
-        peers, fla = load_fla()
-    report = Report(describe(gated_delta_jit, on_gpu, fla), on_gpu)
+    if device == "cpu" and (options.fla or options.torch_compile or options.grid):
+        progress("--fla, --torch-compile and --grid are for GPUs and are left out")
+    peers, fla = load_fla() if options.fla and device == "cuda" else ([], "left out")
+    report = Report(describe(gated_delta_jit, device, fla), stream)
     for name, value in report.environment.items():
         report.say(f"{name:16}{value}")
-    report.say()
-
-    model = gated_delta_jit.ModelNew()
     status = 0
-    device = "cuda" if on_gpu else "cpu"
     try:
-        check_results(report, model, device)
-        if options.backward and not report.wrong:
-            check_gradients(report, gated_delta_jit, device)
-        if report.wrong:
-            sections: Iterator[Callable[[], None]] = iter(())
-        elif on_gpu:
-            sections = gpu_sections(Bench(report, gated_delta_jit, model, peers, options.quick), options)
-        else:
-            problems = cpu_problems(options)
-            cpu = partial(measure_cpu, report, gated_delta_jit, problems, options.quick, options.backward)
-            sections = iter([cpu] if problems else [])
-        for section in sections:
-            section()
+        run(Bench(report, gated_delta_jit, device, options.quick), options, peers)
     except KeyboardInterrupt:
-        progress("interrupted; what was measured stands above")
+        progress("interrupted; what was measured is kept")
         status = 130
     finally:
-        if options.json:
-            report.write_json(options.json)
-    if report.wrong:
+        write_results(report, options)
+    progress(f"{time.perf_counter() - start:.0f} s in all")
+    if not report.right:
         progress("WRONG RESULT, see above")
         return 1
     return status

@@ -45,6 +45,7 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
+import bench
 import gated_delta_jit
 from gated_delta_jit import OPERATOR, OPERATOR_BACKWARD, ModelNew, gated_delta
 from reference import Model, gated_delta_reference, get_init_inputs, get_inputs
@@ -4031,3 +4032,264 @@ if __name__ == "__main__":
 def test_spawned_process(device: str, tmp_path: Path) -> None:
     """A second process made by `spawn` after the first has trained: the same gradients, on the tensors of the first."""
     assert script(SPAWN, tmp_path, device, str(tmp_path / "gradients.pt")) == "same\n"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# bench.py and README.md
+# ---------------------------------------------------------------------------------------------------------------------
+
+README = (SOURCE_PATH.parent / "README.md").read_text(encoding="utf-8")
+
+
+def measured_report() -> bench.Report:
+    """What a run on a GPU with one peer could have measured."""
+    problem = bench.Problem(8, 2048, 16, 64, torch.bfloat16, torch.float32)
+    report = bench.Report({"GPU": "some GPU", "torch": "2.11.0", "date": "2026-11-30"})
+    ours = bench.Row("training", bench.OURS, problem, us=50.0, spread=0.01, floor_us=40.0, error=2.4e-3)
+    chunk = replace(ours, name="FLA chunk", us=400.0, error=1e-3)
+    failed = replace(ours, name="FLA recurrent", us=None, spread=None, error=math.nan, note="wrong result, not timed")
+    seed = bench.Row("seed", bench.OURS, bench.SEED, bench.TRAINING, "eager", us=1234.5)
+    report.rows = [ours, chunk, failed, seed, replace(seed, name="null autograd.Function", us=1000.0)]
+    right = bench.Check("precision", bench.OURS, bench.SEED, "sigmoid", "y", 1e-7, 3e-7)
+    report.checks = [right, bench.Check("precision", "FLA chunk", bench.SEED, "10 % zeros", "y", math.nan)]
+    return report
+
+
+def test_bench_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """JSON brings every figure back; CSV has a line for each row; Markdown and text say the same."""
+    report = measured_report()
+    path = tmp_path / "run.json"
+    report.write_json(str(path))
+    again = bench.Report.read_json(str(path))
+    assert again.rows[0] == report.rows[0] and again.checks[0] == report.checks[0] and again.right
+    assert again.rows[2].error is None  # JSON has no NaN
+    text = path.read_text()
+    assert json.loads(text)["rows"][0]["floor_share"] == 0.8
+    again.write_json(str(path))
+    assert path.read_text() == text
+
+    assert bench.main(["--from", str(path), "--markdown", "--csv", str(tmp_path / "run.csv")]) == 0
+    lines = (tmp_path / "run.csv").read_text().splitlines()
+    assert len(lines) == 1 + len(report.rows)
+    assert lines[0].startswith("section,name,B,T,H,D,dtype,gate_dtype,what,method,us,")
+    assert lines[1].startswith("training,gated_delta_jit,8,2048,16,64,bfloat16,float32,forward,graph,50.0,")
+    captured = capsys.readouterr()
+    assert captured.out == "\n\n".join(bench.markdown_blocks(again).values()) + "\n"
+    for part in (
+        "One run of `bench.py`: some GPU, torch 2.11.0, 2026-11-30.",
+        "- Training shapes, forward at (8, 2048, 16, 64) bf16+f32, in a graph: 50.0 us; 80 % of the floor; "
+        "FLA chunk takes 8 times as long.",
+        "- Seed shape, forward plus backward at (2, 128, 4, 24) f32, eager: 1234 us; 1.23 times null autograd.F",
+        "(8, 2048, 16, 64) bf16+f32          ################################ 80 %",
+        "Training shapes, forward. In all rows: (B, T, H, D) (8, 2048, 16, 64), dtype bf16+f32, timing graph.",
+        "|  | floor us | us | +- | of floor | x ours | error |  |",
+        "| FLA chunk | 40.0 | 400.0 | 1.0 % | 10 % | 8.00 | 1.0e-03 |  |",
+        "| FLA recurrent | 40.0 |  |  |  |  |  | wrong result, not timed |",
+        "| FLA chunk |  | failed |  |",
+    ):
+        assert part in captured.out, part
+    words = "FLA chunk (8, 2048, 16, 64) bf16+f32 graph 40.0 400.0 1.0 % 10 % 8.00"
+    assert words in " ".join(captured.err.split())
+
+
+@pytest.mark.parametrize("name", ["figures", "tables"])
+def test_readme_holds_what_bench_prints(name: str) -> None:
+    """The generated blocks are there, and have the form that bench.py prints today."""
+    blocks = bench.markdown_blocks(measured_report())
+    start, end = blocks[name].splitlines()[0], blocks[name].splitlines()[-1]
+    assert README.count(start) == README.count(end) == 1
+    block = README[README.index(start) : README.index(end)]
+    assert block.startswith(f"{start}\n\nOne run of `bench.py`: ") and block.endswith("\n\n")
+    headers = {*bench.PROBLEM_COLUMNS, *bench.TIMING_COLUMNS, *bench.GATES, "allowed", ""}
+    for header in re.findall(r"^(\|.*\|)\n\|---", block, re.MULTILINE):
+        assert {cell.strip() for cell in header.strip("|").split("|")} <= headers, header
+
+
+def test_readme_examples_run() -> None:
+    """The Python of "Use", the loop that it is equivalent to, and the step of training; two set-up commands."""
+    commands = re.findall(r"^```sh\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    assert commands[:2] == ["pip install torch ninja pytest && python bench.py\n", "pytest\n"]
+    blocks = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    results = []
+    for block in blocks[:3]:
+        exec(block, names)
+        results.append(names["y"].detach())
+    assert torch.allclose(results[0], results[1], atol=1e-4)
+    assert torch.allclose(torch.cat([names["y1"], names["y2"]], dim=1), results[0], atol=1e-4)
+    assert all(names[name].grad is not None for name in ("q", "k", "v", "gate"))
+
+
+@pytest.fixture
+def little_precision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """bench.py's precision in float32 alone; its loops are small enough for one thread."""
+    monkeypatch.setattr(bench, "PRECISION_DTYPES", [torch.float32])
+    with one_thread():
+        yield
+
+
+def test_bench_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A small run with a result in every file; a run from its JSON prints the same tables."""
+    path, table = str(tmp_path / "run.json"), str(tmp_path / "run.csv")
+    shapes = ["1,20,5,8", "2,3,1,16:bf16:f32"]
+    with one_thread():
+        assert bench.main(["--quick", "--shapes", *shapes, "--json", path, "--csv", table]) == 0
+    out = capsys.readouterr().out
+    document = json.loads(Path(path).read_text())
+    assert document["right"] and document["environment"]["torch"] == torch.__version__
+    ours = [row for row in document["rows"] if row["name"] == bench.OURS]
+    kinds = set(itertools.product((20, 3), (bench.FORWARD, bench.TRAINING)))
+    assert {(row["T"], row["what"]) for row in ours} == kinds
+    assert all(row["us"] > 0 and row["floor_share"] > 0 and row["error"] < 1e-2 for row in ours)
+    assert len(Path(table).read_text().splitlines()) == 1 + len(document["rows"])
+    assert bench.main(["--from", path]) == 0
+    again = capsys.readouterr().out
+    assert again.strip() in out
+
+
+@pytest.mark.parametrize("what", ["--forward", "--backward"])
+def test_bench_fails_when_the_kernel_is_wrong(
+    what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], little_precision: None
+) -> None:
+    """With one sign changed, or a gradient that is 2 % too large, nothing is timed and the exit status is 1."""
+
+    def forward(self: ModelNew, q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+        if what == "--forward":
+            return gated_delta(q, k, v, -gate)[0]
+        return gated_delta(q, k, v + 0.02 * (v - v.detach()), gate)[0]
+
+    monkeypatch.setattr(ModelNew, "forward", forward)
+    assert bench.main([what, "--quick", "--only", "seed"]) == 1
+    captured = capsys.readouterr()
+    assert "WRONG" in captured.out and " !" in captured.out and "WRONG RESULT" in captured.err
+    assert "Seed shape" not in captured.out
+
+
+def test_bench_shows_what_is_wrong_later(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], little_precision: None
+) -> None:
+    """A result that is wrong at one shape alone is not timed there, and the exit status is 1."""
+
+    def forward(self: ModelNew, q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+        return gated_delta(q, k, v, gate, scale=1.001 if q.shape[1] == 7 else 1.0)[0]
+
+    monkeypatch.setattr(ModelNew, "forward", forward)
+    assert bench.main(["--forward", "--quick", "--shapes", "1,7,2,8", "1,6,2,8"]) == 1
+    out = capsys.readouterr().out
+    assert re.search(
+        r"^gated_delta_jit +\(1, 7, 2, 8\) .*WRONG y with sigmoid gates: 1.0e-03, 3.0e-07 is allowed$",
+        out,
+        re.MULTILINE,
+    )
+    assert re.search(r"^gated_delta_jit +\(1, 6, 2, 8\) .*e-0[78]$", out, re.MULTILINE)
+
+
+def test_bench_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, little_precision: None) -> None:
+    """Ctrl-C at the second shape: the first one's rows are written, and the exit status is 130."""
+    calls = []
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return time_eager(*arguments)
+
+    time_eager = bench.time_eager
+    monkeypatch.setattr(bench, "time_eager", interrupted)
+    path, table = tmp_path / "run.json", tmp_path / "run.csv"
+    arguments = ["--forward", "--quick", "--shapes", "1,5,2,8", "1,6,2,8", "--json", str(path), "--csv", str(table)]
+    assert bench.main(arguments) == 130
+    rows = json.loads(path.read_text())["rows"]
+    assert rows and all(row["T"] == 5 for row in rows if row["method"] == "eager")
+    assert len(table.read_text().splitlines()) == 1 + len(rows)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--nonsense"],
+        ["--only", "nothing"],
+        ["--shapes", "1,2,3"],
+        ["--shapes", "1,2,3,0"],
+        ["--shapes", "1,2,3,4:int8"],
+        ["--shapes", "1,2,3,4:f32:bf16"],
+        ["--shapes", "1,2,3,4", "--only", "seed"],
+        ["--dtype", "int8"],
+        ["--forward", "--backward"],
+        ["--json", "/nowhere/run.json"],
+    ],
+    ids=" ".join,
+)
+def test_bench_refuses_wrong_options(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        bench.main(arguments)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: ")
+
+
+def test_bench_refuses_other_json(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text('{"rows": [1]}')
+    assert bench.main(["--from", str(path)]) == 2
+    assert bench.main(["--from", str(tmp_path / "missing.json")]) == 2
+
+
+@pytest.mark.parametrize(("gates", "steps"), [("mixed", 512), ("around 1", 570)])
+def test_bench_oracle(gates: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long sequences are cut in stretches where gates forget, and give the same as all of time in one go."""
+    longest = 0
+
+    def reference(q: Tensor, *others: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+        nonlocal longest
+        longest = max(longest, q.shape[1])
+        return gated_delta_reference(q, *others, **options)
+
+    monkeypatch.setattr(bench, "gated_delta_reference", reference)
+    arguments = bench.make_arguments(bench.Problem(1, 570, 5, 3), "cpu", bench.TRAINING, gates=gates)
+    inputs = [x.double().requires_grad_() for x in arguments[:4]]
+    with one_thread():
+        y = gated_delta_reference(*inputs)[0]
+        want = [y.detach(), *torch.autograd.grad(y, inputs, arguments[4].double())]
+        got = [*bench.exact(arguments[:4]), *bench.exact(arguments)]
+    assert longest == steps
+    for each, wanted in zip(got, want, strict=True):
+        assert bench.relative_error(each, wanted) < 1e-14
+
+
+def test_bench_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kind of gate is judged alone; of large problems some heads, but what is not finite counts everywhere."""
+    arguments = bench.make_arguments(bench.Problem(2, 20, 6, 8), "cpu", bench.FORWARD, gates="mixed")
+    judge = bench.Judge(arguments)
+    y = gated_delta(*arguments)[0]
+    assert {gates for gates, _, error in judge.errors([y]) if error < 3e-7} == set(bench.MIXED_GATES)
+    y[0, 3, 5, 2] *= 2
+    errors = {gates: error for gates, _, error in judge.errors([y])}
+    assert [gates for gates in errors if errors[gates] > 1e-3] == [bench.MIXED_GATES[1]]
+
+    monkeypatch.setattr(bench, "exact", lambda arguments: [arguments[0]])
+    q = torch.zeros(()).expand(5, 65536, 9, 128)
+    judge = bench.Judge((q, q, q, q))
+    assert judge.oracle[0].shape == (1, 65536, 4, 128) and judge.batches.start == 4
+    monkeypatch.setattr(judge, "oracle", [torch.ones(1, 3, 4, 2)])
+    y = torch.ones(5, 3, 9, 2)
+    y[0, 0, 2, 0] = math.inf
+    errors = {gates: error for gates, _, error in judge.errors([y])}
+    assert [gates for gates in errors if errors[gates] != 0] == [bench.MIXED_GATES[2]]
+    assert bench.relative_error(torch.zeros(2), torch.zeros(2)) == 0
+    assert bench.relative_error(torch.ones(2), torch.zeros(2)) == math.inf
+    assert math.isnan(bench.worst([1.0, math.nan, 2.0]))
+
+
+def test_bench_plot(tmp_path: Path) -> None:
+    base = bench.Problem(8, 2048, 16, 64, torch.bfloat16)
+    report = measured_report()
+    for problem in bench.sweep_shapes(base, (16, 256, 2048), (32, 64)):
+        report.rows.append(bench.Row("sweep", bench.OURS, problem, us=float(problem.T), floor_us=1.0))
+        report.rows.append(bench.Row("sweep", bench.LOOP, problem, us=9.0 * problem.T))
+    panels = bench.sweep_panels(report)
+    assert [axis for axis, _ in panels] == ["T", "D"]
+    assert [row.problem.T for row in panels[0][1] if row.name == bench.LOOP] == [16, 256, 2048]
+    assert [row.problem.D for row in panels[1][1] if row.name == bench.LOOP] == [32, 64]
+    pytest.importorskip("matplotlib", reason="matplotlib is optional")
+    bench.write_plot(report, str(tmp_path / "plot.png"))
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
