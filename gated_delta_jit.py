@@ -991,7 +991,7 @@ struct TensorTraits {
   // What the warps of a pair tell each other, twice as well: values carried to the end of a tile,
   // its decays, and sums for the other one's outputs. Values have v's place if they fit there, and
   // outputs then gate's.
-  static constexpr int kDecaysBytes = kParts == 1 ? 0 : (kWarps + kGroups) * 64;
+  static constexpr int kDecaysBytes = kParts == 1 ? 0 : kWarps * 64;
   static constexpr int kSumsBytes = kParts == 1 ? 0 : kWarps * 1024;
   static constexpr int kOtherBytes = 2 * (kProducts * kProductBytes + kDecaysBytes + kSumsBytes);
 };
@@ -1265,8 +1265,7 @@ struct RowFragments {
   uint32_t next;   // float32: of the next slot, transposed
   uint32_t eight;  // for 8 slots of a right operand, of 32 rows
 
-  __device__ __forceinline__ RowFragments() {
-    const int lane = threadIdx.x % 32;
+  __device__ __forceinline__ explicit RowFragments(int lane = threadIdx.x % 32) {
     const int group = lane / 4;
     const int quad = lane % 4;
     if constexpr (Traits::kFloat) {
@@ -1546,20 +1545,21 @@ __device__ __forceinline__ Operand<Element> transposed_operand(float first, floa
   }
 }
 
+template <typename Element>
+__device__ __forceinline__ Operand<Element> transposed_operand(const Operand<Element>& from) {
+  if constexpr (std::is_same_v<Element, float>) {
+    return transposed_operand<Element>(from.high[0] + from.low[0], from.high[1] + from.low[1]);
+  } else {
+    return {transpose_matrix(from.bits)};
+  }
+}
+
 // Of a block of P, the same of its transpose.
 template <typename Element>
 __device__ __forceinline__ Products<Element> transposed_products(const Products<Element>& from) {
   Products<Element> to;
 #pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    const Operand<Element>& block = from.at[n % 2 * 2 + n / 2];
-    if constexpr (std::is_same_v<Element, float>) {
-      to.at[n] = transposed_operand<Element>(block.high[0] + block.low[0],
-                                             block.high[1] + block.low[1]);
-    } else {
-      to.at[n].bits = transpose_matrix(block.bits);
-    }
-  }
+  for (int n = 0; n < 4; ++n) to.at[n] = transposed_operand(from.at[n % 2 * 2 + n / 2]);
   return to;
 }
 
@@ -1572,7 +1572,6 @@ struct TimeTile {
   Operand<Element> plain[4];  // v as it came
   float pair[2][2];           // products of gates: of a pair of steps
   float decay[2];             // of the whole tile
-  float first[2];             // in a walk back: the chunk's first gate, which then counts as 1
   float before_eight[2];      // of the four steps before the lane's own in its eight; else 1
   float after_eight[2];       // of the four steps after them; else 1
   float before_sixteen[2];    // of the eight steps before the lane's own eight in the tile; else 1
@@ -1649,16 +1648,6 @@ struct TimeTile {
       factor[0][2 * h + 1] = first * pair[0][h];
       factor[1][2 * h] = second * gate[1][h][0];
       factor[1][2 * h + 1] = second * pair[1][h];
-    }
-  }
-
-  // A chunk's first gate scales all that goes back beyond it: a factor that may be tiny, and shall
-  // not make the values so before they are rounded.
-  __device__ __forceinline__ void set_first_gate_aside() {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      first[h] = __shfl_sync(~0u, gate[0][h][0], threadIdx.x % 32 & ~3);
-      if (threadIdx.x % 4 == 0) gate[0][h][0] = 1;
     }
   }
 
@@ -1749,7 +1738,6 @@ struct ChunkPlan {
   static constexpr int kTiles = Traits::kTiles;
   float value[kTiles][2][2][2];  // carried to the chunk's end
   float decay[2];
-  float first[2];  // see TimeTile
   float factor[kTiles][2][4];
   float inside[kTiles][2][4];
 
@@ -1798,10 +1786,7 @@ struct ChunkPlan {
       value[u][n / 4][h][n % 2] = tile.value[n / 4][h][n % 2];
     }
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      decay[h] = u == 0 ? tile.decay[h] : decay[h] * tile.decay[h];
-      if constexpr (kBack && u == 0) first[h] = tile.first[h];
-    }
+    for (int h = 0; h < 2; ++h) decay[h] = u == 0 ? tile.decay[h] : decay[h] * tile.decay[h];
   }
 };
 
@@ -1867,6 +1852,10 @@ struct Checkpoints {
       : count(static_cast<int>((p.T + kCheckpointSteps - 1) / kCheckpointSteps)),
         row_blocks(static_cast<int>((p.K + 15) / 16)),
         column_blocks(static_cast<int>((p.V + 15) / 16)) {}
+
+  __device__ __forceinline__ int64_t elements() const {
+    return static_cast<int64_t>(column_blocks) * row_blocks * kBlock;
+  }
 
   // A lane's part of the blocks of 16 columns.
   template <typename Pointer>
@@ -2000,7 +1989,20 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
     }
   }
   float segment_decay[2] = {1, 1};
-  float pending[2] = {1, 1};  // in a walk back: the last chunk's first gate, by which to multiply
+  // In a walk back a chunk's first gate scales all that goes beyond it. It may be tiny, and shall not
+  // make values so before they are rounded: it counts as 1 in its chunk, and comes with the next one.
+  float pending[2] = {1, 1};
+  const auto take_first_gate = [&](uint32_t stage) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      constexpr int kElements = 16 / sizeof(Gate);
+      const int channel = columns * 16 + group + 8 * h;
+      pending[h] = to_accum(load_shared<Gate>(
+          stage + kOfGate + Traits::GateTile::offset(0, channel / kElements) +
+          channel % kElements * static_cast<int>(sizeof(Gate))));
+      if (__builtin_expect(p.log_gate, 0)) pending[h] = expf(pending[h]);
+    }
+  };
 
   const RowFragments<Traits> rows;
   const RowFragments<Traits> own_rows = rows.rows_from(part * kOwnSixteens);
@@ -2039,7 +2041,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
 #pragma unroll
       for (int n = 0; n < kCount; ++n) finish_gates(tiles[n], left - 16 * n);
     }
-    if (kBack && u == 0) tiles[0].set_first_gate_aside();
+    if (kBack && u == 0 && quad == 0) tiles[0].gate[0][0][0] = tiles[0].gate[0][1][0] = 1;
 #pragma unroll
     for (int n = 0; n < kCount; ++n) tiles[n].multiply_gates();
   };
@@ -2193,14 +2195,19 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
   };
 
   // Leaves the state before a chunk behind where one is due.
+  Element* first_checkpoint = nullptr;
+  if (kStateOnly && launch.checkpoints != nullptr && column < p.V)
+    first_checkpoint =
+        Checkpoints<Element>(p).at(static_cast<Element*>(launch.checkpoints), owner.pair,
+                                   start / kCheckpointSteps, column / 16);
   const auto store_checkpoint = [&](int chunk) {
     const int place = place_in_time(chunk);
     const int border = kBack ? place + 1 : place;
     const bool due = border * kSteps % kCheckpointSteps == 0 || (kBack && chunk == 0);
-    if (launch.checkpoints == nullptr || !due || column >= p.V) return;
+    if (first_checkpoint == nullptr || !due) return;
     const Checkpoints<Element> checkpoints(p);
-    Element* to = checkpoints.at(static_cast<Element*>(launch.checkpoints), owner.pair,
-                                 (start + place * kSteps) / kCheckpointSteps, column / 16);
+    Element* to = first_checkpoint + static_cast<int64_t>(place * kSteps / kCheckpointSteps) *
+                                         checkpoints.elements();
 #pragma unroll
     for (int kk = 0; kk < kOwnSixteens; ++kk) {
       const int block = part * kOwnSixteens + kk;
@@ -2258,10 +2265,8 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       if constexpr (kStateOnly) store_checkpoint(chunk);
       if constexpr (kBack) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          plan.decay[h] *= pending[h];
-          pending[h] = plan.first[h];
-        }
+        for (int h = 0; h < 2; ++h) plan.decay[h] *= pending[h];
+        take_first_gate(stage);
       }
       TimeTile<Traits> tiles[Traits::kEarly ? kTiles : 1];
       if constexpr (Traits::kEarly) load_gates(tiles, 0, chunk + 1, next);
@@ -2481,8 +2486,6 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       store_shared(to ^ kFlip,
                    make_float4(value[1][0][0], value[1][0][1], value[1][1][0], value[1][1][1]));
       if (quad == 0) store_shared(decay_at(part, chunk), make_float2(tile.decay[0], tile.decay[1]));
-      if (kBack && quad == 0 && part == 0)
-        store_shared(decay_at(2, chunk), make_float2(tile.first[0], tile.first[1]));
     };
     const auto send_sums = [&](const float (&a)[4], const float (&b)[4], int chunk) {
       const uint32_t to = sums_at(part, chunk);
@@ -2573,11 +2576,9 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       const float first[2] = {first_decay.x, first_decay.y};
       float second[2] = {second_decay.x, second_decay.y};
       if constexpr (kBack) {
-        const float2 next_pending = load_shared<float2>(decay_at(2, chunk));
         second[0] *= pending[0];
         second[1] *= pending[1];
-        pending[0] = next_pending.x;
-        pending[1] = next_pending.y;
+        take_first_gate(stage);
       }
 
       if constexpr (!kStateOnly) {
@@ -3647,21 +3648,6 @@ __device__ __forceinline__ float sum_over_steps(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Which parts of P's transpose a level keeps: LevelMasks with giving and taking exchanged.
-template <typename Element>
-struct BackMasks {
-  Mask<Element> pair;
-  Mask<Element> quad;
-  Mask<Element> eight;
-  Mask<Element> whole;
-
-  __device__ __forceinline__ BackMasks(int group, int quad)
-      : pair(false, group == 2 * quad),
-        quad(group / 2 == quad, group / 2 == quad),
-        eight(quad % 2 == 1 && group / 2 == quad - 1, quad % 2 == 1 && group / 2 == quad - 1),
-        whole(quad >= 2 && group < 4, quad >= 2 && group < 4) {}
-};
-
 // A tile's part of M, as right products have it: [n] has slots 8 n ... 8 n + 7 as columns s.
 template <typename Element>
 struct LevelSums {
@@ -3710,9 +3696,17 @@ struct GradientTile {
   LaneTile dy;
   LaneTile v_ahead;  // carried to the end of the lane's four steps
   LaneTile dy_back;  // carried back to their beginning
+  float other_eight[2];    // the gates of the four steps that are, with the lane's, an eight
+  float other_sixteen[2];  // of the eight steps that are, with the lane's eight, the tile
 
   __device__ __forceinline__ void carry() {
     const auto& gate = time.gate;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      // One of the two is 1.
+      other_eight[h] = time.before_eight[h] * time.after_eight[h];
+      other_sixteen[h] = time.before_sixteen[h] * time.after_sixteen[h];
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       v_ahead.at[0][h][0] = v.at[0][h][0] * (gate[0][h][1] * time.pair[1][h]);
@@ -3728,37 +3722,37 @@ struct GradientTile {
 
   // v carried to the tile's end and by more gates, dy to its beginning.
   __device__ __forceinline__ LaneTile v_at_end(const float (&more)[2]) const {
-    const float factor[2] = {time.after_eight[0] * time.after_sixteen[0] * more[0],
-                             time.after_eight[1] * time.after_sixteen[1] * more[1]};
+    const float factor[2] = {after_eight(0) * after_sixteen(0) * more[0],
+                             after_eight(1) * after_sixteen(1) * more[1]};
     return v_ahead.times(factor);
   }
   __device__ __forceinline__ LaneTile dy_at_start(const float (&more)[2]) const {
-    const float factor[2] = {time.before_eight[0] * time.before_sixteen[0] * more[0],
-                             time.before_eight[1] * time.before_sixteen[1] * more[1]};
+    const float factor[2] = {before_eight(0) * before_sixteen(0) * more[0],
+                             before_eight(1) * before_sixteen(1) * more[1]};
     return dy_back.times(factor);
   }
 
   // From the tile's z, w and e to those of a lane's four steps; m takes in its part of the tile's own
   // block of M, without scale.
   __device__ __forceinline__ void descend(float (&z)[2][4], float (&w)[2][4], float (&e)[2],
-                                          LevelSums<Element>& m, const Products<Element>& p,
-                                          const Products<Element>& p_back) const {
+                                          LevelSums<Element>& m,
+                                          const Products<Element>& p) const {
     uint32_t lane = threadIdx.x % 32;
     keep(lane);  // masks are quickly made: registers are worth more
     const int group = lane / 4;
     const int quad = lane % 4;
     const LevelMasks<Element> masks(group, quad);
-    const BackMasks<Element> back_masks(group, quad);
     Operand<Element> dy_left[4];
     Operand<Element> v_right[4];
 
     // ---- Eight steps from eight.
     {
-      const LaneTile v_here = v_ahead.times(time.after_eight);
-      const LaneTile dy_here = dy_back.times(time.before_eight);
-      split(e, z, w, v_here, dy_here, quad / 2 == 1, 2, time.before_sixteen, time.after_sixteen);
-      add_level(z, v_here, p, masks.whole);
-      add_level(w, dy_here, p_back, back_masks.whole);
+      const float after[2] = {after_eight(0), after_eight(1)};
+      const float before[2] = {before_eight(0), before_eight(1)};
+      const LaneTile v_here = v_ahead.times(after);
+      const LaneTile dy_here = dy_back.times(before);
+      split(e, z, w, v_here, dy_here, quad / 2 == 1, 2, other_sixteen);
+      add_level(z, w, v_here, dy_here, p, masks.whole);
       transpose_left<Element>(dy_left, dy_here);
       transpose_right<Element>(v_right, v_here);
       const bool kept = quad < 2 && group >= 4;
@@ -3766,9 +3760,8 @@ struct GradientTile {
     }
     // ---- Four from four.
     {
-      split(e, z, w, v_ahead, dy_back, quad % 2 == 1, 1, time.before_eight, time.after_eight);
-      add_level(z, v_ahead, p, masks.eight);
-      add_level(w, dy_back, p_back, back_masks.eight);
+      split(e, z, w, v_ahead, dy_back, quad % 2 == 1, 1, other_eight);
+      add_level(z, w, v_ahead, dy_back, p, masks.eight);
       transpose_left<Element>(dy_left, dy_back);
       transpose_right<Element>(v_right, v_ahead);
       const bool kept = quad % 2 == 0 && group / 2 == quad + 1;
@@ -3777,11 +3770,24 @@ struct GradientTile {
   }
 
  private:
+  __device__ __forceinline__ float before_eight(int h) const {
+    return threadIdx.x % 2 == 1 ? other_eight[h] : 1.0f;
+  }
+  __device__ __forceinline__ float after_eight(int h) const {
+    return threadIdx.x % 2 == 1 ? 1.0f : other_eight[h];
+  }
+  __device__ __forceinline__ float before_sixteen(int h) const {
+    return threadIdx.x / 2 % 2 == 1 ? other_sixteen[h] : 1.0f;
+  }
+  __device__ __forceinline__ float after_sixteen(int h) const {
+    return threadIdx.x / 2 % 2 == 1 ? 1.0f : other_sixteen[h];
+  }
+
   // e of the lane's half, and the gates of the other half before z and w.
   static __device__ __forceinline__ void split(float (&e)[2], float (&z)[2][4], float (&w)[2][4],
                                                const LaneTile& v_here, const LaneTile& dy_here,
-                                               bool second, int distance, const float (&before)[2],
-                                               const float (&after)[2]) {
+                                               bool second, int distance,
+                                               const float (&other)[2]) {
     float of_first[2];
     float of_second[2];
     v_here.dot(of_first, w);
@@ -3790,22 +3796,31 @@ struct GradientTile {
     for (int h = 0; h < 2; ++h) {
       float sum = second ? of_second[h] : of_first[h];
       if (distance == 2) sum += __shfl_xor_sync(~0u, sum, 1);
-      e[h] = fmaf(before[h] * after[h], e[h], __shfl_xor_sync(~0u, sum, distance));
+      e[h] = fmaf(other[h], e[h], __shfl_xor_sync(~0u, sum, distance));
     }
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      z[n / 4][n % 4] *= before[n / 2 % 2];
-      w[n / 4][n % 4] *= after[n / 2 % 2];
+      z[n / 4][n % 4] *= second ? other[n / 2 % 2] : 1.0f;
+      w[n / 4][n % 4] *= second ? 1.0f : other[n / 2 % 2];
     }
   }
 
-  static __device__ __forceinline__ void add_level(float (&to)[2][4], const LaneTile& carried,
+  static __device__ __forceinline__ void add_level(float (&z)[2][4], float (&w)[2][4],
+                                                   const LaneTile& v_here,
+                                                   const LaneTile& dy_here,
                                                    const Products<Element>& p,
                                                    const Mask<Element>& mask) {
-    Operand<Element> left[4];
-    carried.operand(left);
+    Products<Element> kept;
 #pragma unroll
-    for (int n = 0; n < 2; ++n) add_16(to[n], left, mask.of(p.at[n]), mask.of(p.at[n + 2]));
+    for (int n = 0; n < 4; ++n) kept.at[n] = mask.of(p.at[n]);
+    Operand<Element> left[4];
+    v_here.operand(left);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) add_16(z[n], left, kept.at[n], kept.at[n + 2]);
+    kept = transposed_products(kept);
+    dy_here.operand(left);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) add_16(w[n], left, kept.at[n], kept.at[n + 2]);
   }
 };
 
@@ -3814,8 +3829,7 @@ struct GradientTile {
 template <typename Element>
 __device__ __forceinline__ void descend_in_lane(float (&z)[2][4], float (&w)[2][4], float (&e)[2],
                                                 LevelSums<Element>& m,
-                                                const Products<Element>& p,
-                                                const Products<Element>& p_back, const LaneTile& v,
+                                                const Products<Element>& p, const LaneTile& v,
                                                 const LaneTile& dy,
                                                 const float (&gate)[2][2][2]) {
   uint32_t lane = threadIdx.x % 32;
@@ -3823,7 +3837,6 @@ __device__ __forceinline__ void descend_in_lane(float (&z)[2][4], float (&w)[2][
   const int group = lane / 4;
   const int quad = lane % 4;
   const LevelMasks<Element> masks(group, quad);
-  const BackMasks<Element> back_masks(group, quad);
   float pair[2][2];
 #pragma unroll
   for (int n = 0; n < 4; ++n) pair[n / 2][n % 2] = gate[n / 2][n % 2][0] * gate[n / 2][n % 2][1];
@@ -3854,12 +3867,13 @@ __device__ __forceinline__ void descend_in_lane(float (&z)[2][4], float (&w)[2][
     Operand<Element> dy_right[4];
     v_here.operand(v_left);
     dy_here.operand(dy_right);
-    add_8(z[1], v_left[0], v_left[1], masks.quad.of(p.at[1]));
-    add_8(w[0], dy_right[2], dy_right[3], back_masks.quad.of(p_back.at[2]));
+    const Operand<Element> kept = masks.quad.of(p.at[1]);
+    add_8(z[1], v_left[0], v_left[1], kept);
+    add_8(w[0], dy_right[2], dy_right[3], transposed_operand(kept));
     transpose_left<Element>(dy_left, dy_here);
     transpose_right<Element>(v_right, v_here);
-    const bool kept = group / 2 == quad;
-    m.add(dy_left, v_right, [&](int n, int c) { return n == 0 && c >= 2 && kept; });
+    const bool same_four = group / 2 == quad;
+    m.add(dy_left, v_right, [&](int n, int c) { return n == 0 && c >= 2 && same_four; });
   }
   // ---- One from one, and each step's own.
   Operand<Element> v_left[4];
@@ -3886,9 +3900,10 @@ __device__ __forceinline__ void descend_in_lane(float (&z)[2][4], float (&w)[2][
   dy_here.operand(dy_right);
 #pragma unroll
   for (int s = 0; s < 2; ++s) {
-    add_8(z[s], v_left[2 * s], v_left[2 * s + 1], masks.pair.of(p.at[3 * s]));
-    add_8(w[s], dy_right[2 * s], dy_right[2 * s + 1], back_masks.pair.of(p_back.at[3 * s]));
-    add_8(w[s], own_left[2 * s], own_left[2 * s + 1], masks.same.of(p_back.at[3 * s]));
+    const Operand<Element> kept = masks.pair.of(p.at[3 * s]);
+    add_8(z[s], v_left[2 * s], v_left[2 * s + 1], kept);
+    add_8(w[s], dy_right[2 * s], dy_right[2 * s + 1], transposed_operand(kept));
+    add_8(w[s], own_left[2 * s], own_left[2 * s + 1], masks.same.of(p.at[3 * s]));
   }
   transpose_right<Element>(v_right, v);
   transpose_left<Element>(dy_left, dy_here);
@@ -3970,10 +3985,11 @@ __device__ __forceinline__ void store_tile(const Fragments& fragments, const Lan
 template <class Traits>
 __device__ __forceinline__ void multiply_states(
     float (&to)[Traits::kOwnTiles][2][4], const typename Traits::Element* blocks,
-    const Checkpoints<typename Traits::Element>& checkpoints, uint32_t tiles) {
+    const Checkpoints<typename Traits::Element>& checkpoints,
+    const RowFragments<OperandTile<typename Traits::Element, typename Traits::RowTile>>& rows,
+    uint32_t tiles) {
   using Element = typename Traits::Element;
   constexpr int kAtOnce = Traits::kFloat ? 2 : 4;
-  const RowFragments<OperandTile<Element, typename Traits::RowTile>> rows;
 #pragma unroll
   for (int n = 0; n < 8 * Traits::kOwnTiles; ++n) to[n / 8][n / 4 % 2][n % 4] = 0;
   const int stride = checkpoints.row_blocks * checkpoints.kBlock;
@@ -4063,13 +4079,14 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
   }
 
   // ---- P = q k^T, times scale.
-  const RowFragments<OperandTile<Element, RowTile>> rows;
+  using Rows = RowFragments<OperandTile<Element, RowTile>>;
   const auto products_at = [&](int later, int earlier) {
     return shared + Traits::kOfP + (later * (later + 1) / 2 + earlier) * Traits::kProductBytes;
   };
   wait_for_copies<1>();
   __syncthreads();
   for (int block = warp; block < Traits::kBlocksOfP; block += Traits::kWarps) {
+    const Rows rows;
     const int later = block < 1 ? 0 : block < 3 ? 1 : block < 6 ? 2 : 3;
     const int earlier = block - later * (later + 1) / 2;
     const uint32_t q_tile = shared + later * kRowTile;
@@ -4102,7 +4119,6 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
     const int block = of_group * Traits::kBlocksOfM + later * (later - 1) / 2 + earlier;
     return shared + Traits::kOfSums + block * Traits::kSumBytes + lane * 16;
   };
-  const RowFragments<OperandTile<Element, SideTile>> sides;
   const int step = 16 * tile;
   const uint32_t q_tile = shared + tile * kRowTile;
   const uint32_t k_tile = q_tile + Traits::kOfK;
@@ -4117,6 +4133,8 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
     // Addresses are quickly made: registers are worth more.
     int lane_now = lane;
     keep(lane_now);
+    const Rows rows(lane_now);
+    const RowFragments<OperandTile<Element, SideTile>> sides(lane_now);
     const ColumnFragments<Element, SideTile> own_side(16 * tile, lane_now);
     const ColumnFragments<Gate, typename Traits::SideGate> own_side_gate(16 * tile, lane_now);
     // Numbers of the columns: what tiles tell each other.
@@ -4310,18 +4328,18 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
       GradientTile<Traits> at;
       load(at);
       __syncwarp();
-      Products<Element> products;
-      products.load(products_at(tile, tile));
-      const Products<Element> back_products = transposed_products(products);
       const ColumnFragments<Element, RowTile> own_columns(16 * columns, lane_now);
-      store_tile(own_columns, at.v_at_end(after), v_tile);
-      store_tile(own_columns, at.dy_at_start(before), dy_tile);
       const KeptTile<Element> v(at.v);
       const KeptTile<Element> dy(at.dy);
-      at.descend(z, w, e, own, products, back_products);
+      store_tile(own_columns, at.v_at_end(after), v_tile);
+      store_tile(own_columns, at.dy_at_start(before), dy_tile);
+      Products<Element> products;
+      products.load(products_at(tile, tile));
+      at.descend(z, w, e, own, products);
       float gates[2][2][2];
       load_gates(gates);
-      descend_in_lane(z, w, e, own, products, back_products, v.tile(), dy.tile(), gates);
+      products.load(products_at(tile, tile));
+      descend_in_lane(z, w, e, own, products, v.tile(), dy.tile(), gates);
       if (p.log_gate) {
 #pragma unroll
         for (int n = 0; n < 8; ++n) z[n / 4][n % 4] *= gates[n / 4][n / 2 % 2][n % 2];
@@ -4346,7 +4364,6 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
   if (grads.dq.data == nullptr && grads.dk.data == nullptr) return;
 
   // ---- M: the sum over groups of columns, in their order, times scale.
-  const RowFragments<OperandTile<Element, typename Traits::Square>> squares;
   __syncthreads();
   const uint32_t own_sums = shared + Traits::kOfP + tile * Traits::kSumBytes + lane * 16;
   if constexpr (kGroups == 2) {
@@ -4383,6 +4400,10 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
   constexpr int kItems = (kSlices * Traits::kTimeParts + Traits::kWarps - 1) / Traits::kWarps;
   const int first_tile = warp * Traits::kTimeParts / Traits::kWarps * kOwnTiles;
   const uint32_t square = shared + Traits::kOfM;
+  int lane_late = lane;
+  keep(lane_late);
+  const Rows rows(lane_late);
+  const RowFragments<OperandTile<Element, typename Traits::Square>> squares(lane_late);
 #pragma unroll 1
   for (int item = 0; item < kItems; ++item) {
     const int slice = warp % (Traits::kWarps / Traits::kTimeParts) + item * Traits::kWarps;
@@ -4390,9 +4411,9 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
     float dk[kOwnTiles][2][4];
     const bool exists = slice < checkpoints.row_blocks;
     if (exists) {
-      multiply_states<Traits>(dq, states_at(0) + slice * checkpoints.kBlock, checkpoints,
+      multiply_states<Traits>(dq, states_at(0) + slice * checkpoints.kBlock, checkpoints, rows,
                               shared + Traits::kOfDy + first_tile * kRowTile);
-      multiply_states<Traits>(dk, flows_at(0) + slice * checkpoints.kBlock, checkpoints,
+      multiply_states<Traits>(dk, flows_at(0) + slice * checkpoints.kBlock, checkpoints, rows,
                               shared + Traits::kOfV + first_tile * kRowTile);
 #pragma unroll
       for (int u = 0; u < kOwnTiles; ++u) {
