@@ -10,9 +10,11 @@ For every batch b and head h a state S of shape (K, V) walks over time:
     from gated_delta_jit import ModelNew, gated_delta
     y = ModelNew()(q, k, v, gate)                            # zero state, scale 1: the drop-in for the PyTorch loop
     y, S = gated_delta(q, k, v, gate, initial_state=S0, output_final_state=True)
+    y = gated_delta_step(q, k, v, gate, S)                   # one step of time, decoding: S changes in place
 
-q, k: (B, T, H, K); v: (B, T, H, V); gate: broadcastable to (B, T, H, V); y: (B, T, H, V); S: (B, H, K, V). Only
-products of gates are formed, never a quotient or a logarithm, so gates that are 0, tiny, negative or above 1 are exact.
+q, k: (B, T, H, K), or fewer heads, each shared by a group; v: (B, T, H, V); gate: broadcastable to (B, T, H, V);
+y: (B, T, H, V); S: (B, H, K, V). Only products of gates are formed, never a quotient or a logarithm, so gates that are
+0, tiny, negative or above 1 are exact.
 
 This file is all there is: it holds CUDA and C++ as text, compiles them on first import and loads them from a cache
 later. Read it from top to bottom:
@@ -20,7 +22,7 @@ later. Read it from top to bottom:
     SHARED_SOURCE   the structures that host and device exchange
     CUDA_SOURCE     kernels and their launch, free of torch, so that plain nvcc compiles what `--dump DIR` writes:
                     SIMT forward (small problems, any size and type), PTX in small named functions, tensor-core
-                    forward (large problems), SIMT backward, launching and the rules that choose
+                    forward (large problems), SIMT backward, decode step, launching and the rules that choose
     CPP_SOURCE      argument checks, the CPU kernel, registration as a torch operator, the short way in from Python
     Python          building and loading, `gated_delta`, `ModelNew`
 """
@@ -42,7 +44,7 @@ import time
 
 import torch
 
-__all__ = ["ModelNew", "gated_delta"]
+__all__ = ["ModelNew", "gated_delta", "gated_delta_step"]
 __version__ = "0.1.0"
 
 SHARED_SOURCE = r"""// ============================ The contract between host and device ============================
@@ -67,6 +69,7 @@ template <typename Index>
 struct Arguments {
   View<Index> q, k, v, gate, y;
   Index B = 0, T = 0, H = 0, K = 0, V = 0;
+  Index group = 1;                     // heads that share one head of q and k, one after the other
   Dtype dtype = Dtype::kFloat32;       // of q, k, v, y
   Dtype gate_dtype = Dtype::kFloat32;  // dtype, or float32 beside half-precision q, k, v
   bool log_gate = false;
@@ -83,9 +86,26 @@ using Params = Arguments<int64_t>;
 struct Gradients {
   View<int64_t> dy;
   View<int64_t> dfinal_state;
-  View<int64_t> dq, dk, dv;  // q's dtype
+  View<int64_t> dq, dk, dv;  // q's dtype; dq and dk of each of H heads, not yet summed over groups
   View<int64_t> dgate;       // (B, T, H, V) in the state's type, not yet summed over broadcast axes
   View<int64_t> dinitial_state;  // the state's type
+};
+
+// One decode step: the operands are those of one step of time, axis 1 is unused; y is (B, H, V).
+struct StepParams {
+  View<int64_t> q, k, v, gate, y;
+  View<int64_t> state;  // (pool, H, K, V), read and written
+  int64_t B = 0, H = 0, K = 0, V = 0;
+  int64_t group = 1;  // heads that share one head of q and k
+  int64_t pool = 0;
+  Dtype dtype = Dtype::kFloat32;        // of q, k, v, y
+  Dtype gate_dtype = Dtype::kFloat32;   // dtype, or float32 beside half-precision q, k, v
+  Dtype state_dtype = Dtype::kFloat32;  // float32 (float64 beside float64), or dtype
+  bool log_gate = false;
+  bool long_indices = false;  // int64, not int32
+  double scale = 1.0;
+  const void* indices = nullptr;  // null: batch b has the pool's row b
+  int64_t index_stride = 0;
 };
 
 // Kernels that the forward takes: by a rule, or, for tests, SIMT ones alone or tensor cores wherever
@@ -283,7 +303,8 @@ struct SimtTile {
                                        int columns) {
     const int rows = static_cast<int>(p.K);
     const Index zero = 0;
-    load_rows<kWhole>(k_packs, element_of<const Element>(p.k, batch, start, head, zero), p.k,
+    const Index row_head = p.group == 1 ? head : head / p.group;
+    load_rows<kWhole>(k_packs, element_of<const Element>(p.k, batch, start, row_head, zero), p.k,
                       row_group, steps, rows);
     load_columns<kWhole>(values, element_of<const Element>(p.v, batch, start, head, column), p.v,
                          steps, columns);
@@ -294,7 +315,7 @@ struct SimtTile {
       load_gate<kWhole>(element_of<const float>(p.gate, batch, start, head, column), p.gate, steps,
                         columns);
     }
-    load_rows<kWhole>(q_packs, element_of<const Element>(p.q, batch, start, head, zero), p.q,
+    load_rows<kWhole>(q_packs, element_of<const Element>(p.q, batch, start, row_head, zero), p.q,
                       row_group, steps, rows);
   }
 
@@ -1790,8 +1811,9 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
   const uint32_t products = ring_end;
   constexpr int kThreads = Traits::kThreads;
   using RowLoader = TileLoader<Element, typename Traits::RowTile, Traits::kRows, kSteps, kThreads>;
-  RowLoader load_q(p.q, batch, start, head, 0, p.K);
-  RowLoader load_k(p.k, batch, start, head, 0, p.K);
+  const int64_t row_head = p.group == 1 ? head : head / p.group;
+  RowLoader load_q(p.q, batch, start, row_head, 0, p.K);
+  RowLoader load_k(p.k, batch, start, row_head, 0, p.K);
   TileLoader<Element, typename Traits::ColumnTile, Traits::kColumns, kSteps, kThreads> load_v(
       p.v, batch, start, head, first_column, p.V);
   TileLoader<Gate, typename Traits::GateTile, Traits::kColumns, kSteps, kThreads> load_gate(
@@ -2505,6 +2527,7 @@ template <typename Index>
 struct BackwardArguments {
   View<Index> k, v, gate, q, dy;
   Index T = 0, H = 0, K = 0, V = 0;
+  Index group = 1;  // heads that share one head of q and k
   bool log_gate = false;
   bool packed = false;                 // operands move in packs along the last axis
   Dtype dtype = Dtype::kFloat32;       // of q, k, v, dy, dq, dk, dv
@@ -2751,6 +2774,7 @@ struct BackwardLane {
     const int group = kOwnAxis ? 0 : sum_group;
     const int groups = kOwnAxis ? 1 : Traits::kSumGroups;
     const Index count = (kRowAxis ? p.K : p.V) - channel;
+    const Index head = kRowAxis && p.group != 1 ? this->head / p.group : this->head;
     if constexpr (Traits::kSmall) {
       const float* first = element_of<const float>(view, batch, start, head, channel);
       load_packs<kWhole>(out, view, first, group, groups, steps, count, false);
@@ -3190,6 +3214,147 @@ __global__ void __launch_bounds__(kBackwardWarps * 32, 1)
   }
 }
 
+// ======================================= Decode step ==========================================
+//
+// One step of time is bound by memory: the state is read and written once, everything else is tiny.
+// A block owns kColumnLanes packs of 16 bytes of one (batch, head)'s columns and all its rows; a
+// thread starts the loads of kRows rows before it waits for anything. The sum over rows runs over a
+// thread's own, then the warp's row lanes by shuffles, then the warps in shared memory.
+
+constexpr int kStepThreads = 256;
+constexpr int kStepRows = 128;  // that a block holds at once
+
+// Which row of the pool belongs to a batch; -1 for none.
+__device__ __forceinline__ int64_t pool_row(const StepParams& p, int64_t batch) {
+  if (p.indices == nullptr) return batch;
+  const int64_t at = batch * p.index_stride;
+  return p.long_indices ? static_cast<const int64_t*>(p.indices)[at]
+                        : static_cast<const int32_t*>(p.indices)[at];
+}
+
+// kPacked: rows of the state consist of whole aligned packs.
+template <typename State, int kColumnLanes, bool kPacked>
+__global__ void __launch_bounds__(kStepThreads)
+    decode_step(const __grid_constant__ StepParams p, int64_t first_block) {
+  using Accum = std::conditional_t<sizeof(State) == 8, double, float>;
+  constexpr int kPack = 16 / sizeof(State);
+  constexpr int kTile = kColumnLanes * kPack;
+  constexpr int kRowLanes = kStepThreads / kColumnLanes;
+  constexpr int kRows = kStepRows / kRowLanes;
+  constexpr int kWarps = kStepThreads / 32;
+  static_assert(kTile <= kStepThreads, "a thread writes one column of y");
+  __shared__ Accum keys[kStepRows];
+  __shared__ Accum queries[kStepRows];
+  __shared__ Accum sums[kWarps][kTile];
+
+  const int64_t tiles = (p.V + kTile - 1) / kTile;
+  const int64_t block = first_block + blockIdx.x;
+  const int64_t tile = block % tiles * kTile;
+  const int64_t head = block / tiles % p.H;
+  const int64_t batch = block / tiles / p.H;
+  const int64_t row_head = head / p.group;
+  const int column_lane = threadIdx.x % kColumnLanes;
+  const int row_lane = threadIdx.x / kColumnLanes;
+  const int64_t column = tile + column_lane * kPack;
+  const int64_t pool_at = pool_row(p, batch);
+
+  if (pool_at < 0 || pool_at >= p.pool) {
+    // A padded slot; an index beyond the pool is an error that nobody can raise here.
+    if (threadIdx.x < kTile && tile + threadIdx.x < p.V) {
+      const Accum number = pool_at < 0 ? Accum{0} : static_cast<Accum>(NAN);
+      write_number(p.y.data, offset_of<int64_t>(p.y, batch, 0, head, tile + threadIdx.x), p.dtype,
+                   number);
+    }
+    return;
+  }
+
+  State* const state = element_of<State, int64_t>(p.state, pool_at, head, 0, column);
+  Accum y[kPack] = {};
+  Accum value[kPack];
+  Accum gate[kPack];
+  for (int64_t first = 0; first < p.K; first += kStepRows) {
+    // ---- Everything is on its way before anything is used.
+    Pack<State, kPack> packs[kRows];
+#pragma unroll
+    for (int n = 0; n < kRows; ++n) {
+      const int64_t row = first + n * kRowLanes + row_lane;
+      packs[n] = Pack<State, kPack>{};
+      if constexpr (kPacked) {
+        if (row < p.K && column < p.V)
+          packs[n] = *reinterpret_cast<const Pack<State, kPack>*>(state + row * p.state.stride[2]);
+      } else {
+#pragma unroll
+        for (int m = 0; m < kPack; ++m) {
+          if (row < p.K && column + m < p.V)
+            packs[n].at[m] = state[row * p.state.stride[2] + m * p.state.stride[3]];
+        }
+      }
+    }
+    if (first == 0) {
+#pragma unroll
+      for (int m = 0; m < kPack; ++m) {
+        const int64_t at = column + m < p.V ? column + m : p.V - 1;
+        value[m] =
+            read_number<Accum>(p.v.data, offset_of<int64_t>(p.v, batch, 0, head, at), p.dtype);
+        gate[m] = read_number<Accum>(p.gate.data, offset_of<int64_t>(p.gate, batch, 0, head, at),
+                                     p.gate_dtype);
+        if (p.log_gate) gate[m] = exponential(gate[m]);
+      }
+    } else {
+      __syncthreads();
+    }
+    if (threadIdx.x < 2 * kStepRows) {
+      const int row = threadIdx.x % kStepRows;
+      const View<int64_t>& view = threadIdx.x < kStepRows ? p.k : p.q;
+      Accum number = 0;
+      if (first + row < p.K)
+        number = read_number<Accum>(
+            view.data, offset_of<int64_t>(view, batch, 0, row_head, first + row), p.dtype);
+      (threadIdx.x < kStepRows ? keys : queries)[row] = number;
+    }
+    __syncthreads();
+
+    // ---- The step itself, and the state back to where it was.
+#pragma unroll
+    for (int n = 0; n < kRows; ++n) {
+      const int local = n * kRowLanes + row_lane;
+      const int64_t row = first + local;
+#pragma unroll
+      for (int m = 0; m < kPack; ++m) {
+        const Accum now = multiply_add(gate[m], to_accum(packs[n].at[m]), keys[local] * value[m]);
+        y[m] = multiply_add(queries[local], now, y[m]);
+        packs[n].at[m] = from_accum<State>(now);
+      }
+      if constexpr (kPacked) {
+        if (row < p.K && column < p.V)
+          *reinterpret_cast<Pack<State, kPack>*>(state + row * p.state.stride[2]) = packs[n];
+      } else {
+#pragma unroll
+        for (int m = 0; m < kPack; ++m) {
+          if (row < p.K && column + m < p.V)
+            state[row * p.state.stride[2] + m * p.state.stride[3]] = packs[n].at[m];
+        }
+      }
+    }
+  }
+
+  // ---- Sum over rows, in one order always.
+#pragma unroll
+  for (int m = 0; m < kPack; ++m) {
+#pragma unroll
+    for (int distance = kColumnLanes; distance < 32; distance *= 2)
+      y[m] += __shfl_xor_sync(~0u, y[m], distance);
+    if (threadIdx.x % 32 < kColumnLanes) sums[threadIdx.x / 32][column_lane * kPack + m] = y[m];
+  }
+  __syncthreads();
+  if (threadIdx.x >= kTile || tile + threadIdx.x >= p.V) return;
+  Accum total = 0;
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) total += sums[warp][threadIdx.x];
+  write_number(p.y.data, offset_of<int64_t>(p.y, batch, 0, head, tile + threadIdx.x), p.dtype,
+               total * static_cast<Accum>(p.scale));
+}
+
 // ====================================== Launching =============================================
 
 constexpr int64_t kMaxGridX = INT32_MAX;
@@ -3215,12 +3380,12 @@ View<int64_t> skip(View<int64_t> view, int element_size, int64_t a, int64_t b, i
   return view;
 }
 
-// The part of a problem that starts at the given batch, head and column.
+// The part of a problem that starts at the given batch, head (the first of a group) and column.
 Params skip(Params p, int64_t batch, int64_t head, int64_t column) {
   const int element = size_of(p.dtype);
   const int accum = p.dtype == Dtype::kFloat64 ? 8 : 4;
-  p.q = skip(p.q, element, batch, 0, head, 0);
-  p.k = skip(p.k, element, batch, 0, head, 0);
+  p.q = skip(p.q, element, batch, 0, head / p.group, 0);
+  p.k = skip(p.k, element, batch, 0, head / p.group, 0);
   p.v = skip(p.v, element, batch, 0, head, column);
   p.gate = skip(p.gate, size_of(p.gate_dtype), batch, 0, head, column);
   p.y = skip(p.y, element, batch, 0, head, column);
@@ -3266,6 +3431,7 @@ Arguments<Index> convert(const Params& from) {
   to.H = static_cast<Index>(from.H);
   to.K = static_cast<Index>(from.K);
   to.V = static_cast<Index>(from.V);
+  to.group = static_cast<Index>(from.group);
   to.dtype = from.dtype;
   to.gate_dtype = from.gate_dtype;
   to.log_gate = from.log_gate;
@@ -3324,11 +3490,12 @@ cudaError_t launch_simt(const Params& p, Slice slice, int64_t max_warps, cudaStr
   const int shared =
       2 * warps * Traits::kStateWords * Traits::kStateLanes * sizeof(typename Traits::Accum);
   // Once, unless a problem is larger than a grid can be.
+  const int64_t max_heads = kMaxGridX - kMaxGridX % p.group;
   for (int64_t batch = 0; batch < p.B; batch += kMaxGridYZ) {
-    for (int64_t head = 0; head < p.H; head += kMaxGridX) {
+    for (int64_t head = 0; head < p.H; head += max_heads) {
       for (int64_t tile = 0; tile < tiles; tile += kMaxGridYZ) {
         const Params rest = skip(p, batch, head, tile * Traits::kTileColumns);
-        const dim3 grid(std::min(rest.H, kMaxGridX), std::min(rest.B, kMaxGridYZ),
+        const dim3 grid(std::min(rest.H, max_heads), std::min(rest.B, kMaxGridYZ),
                         std::min(tiles - tile, kMaxGridYZ));
         simt_forward<Traits>
             <<<grid, warps * 32, shared, stream>>>(convert<typename Traits::Index>(rest), slice);
@@ -3642,6 +3809,7 @@ BackwardArguments<Index> backward_arguments(const Params& p, const Gradients& gr
   to.H = static_cast<Index>(p.H);
   to.K = static_cast<Index>(p.K);
   to.V = static_cast<Index>(p.V);
+  to.group = static_cast<Index>(p.group);
   to.log_gate = p.log_gate;
   to.packed = moves_in_packs(p, grads);
   to.dtype = p.dtype;
@@ -3843,6 +4011,38 @@ struct BackwardKernels {
   }
 };
 
+// ---- Decode step.
+
+template <typename State, int kColumnLanes, bool kPacked>
+cudaError_t launch_step_tiles(const StepParams& p, cudaStream_t stream) {
+  constexpr int kTile = kColumnLanes * 16 / sizeof(State);
+  const int64_t blocks = p.B * p.H * ((p.V + kTile - 1) / kTile);
+  for (int64_t first = 0; first < blocks; first += kMaxGridX) {
+    const unsigned grid = static_cast<unsigned>(std::min(blocks - first, kMaxGridX));
+    decode_step<State, kColumnLanes, kPacked><<<grid, kStepThreads, 0, stream>>>(p, first);
+    const cudaError_t error = cudaGetLastError();
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+// Wide tiles read long pieces of memory; narrow ones bring few heads to more processors.
+template <typename State>
+cudaError_t launch_step(const StepParams& p, int processors, cudaStream_t stream) {
+  constexpr int kPack = 16 / sizeof(State);
+  constexpr int kWide = 16;
+  constexpr int kNarrow = 4;
+  bool packed = reinterpret_cast<uintptr_t>(p.state.data) % 16 == 0 && p.V % kPack == 0 &&
+                p.state.stride[3] == 1;
+  const int64_t sizes[3] = {p.pool, p.H, p.K};
+  for (int axis = 0; axis < 3; ++axis)
+    packed = packed && (sizes[axis] == 1 || p.state.stride[axis] % kPack == 0);
+  if (!packed) return launch_step_tiles<State, kNarrow, false>(p, stream);
+  const int64_t wide_blocks = p.B * p.H * ((p.V + kWide * kPack - 1) / (kWide * kPack));
+  if (wide_blocks >= 2 * processors) return launch_step_tiles<State, kWide, true>(p, stream);
+  return launch_step_tiles<State, kNarrow, true>(p, stream);
+}
+
 // Where the backward's temporaries lie in its scratch memory, in elements of the state's type.
 struct BackwardScratch {
   int64_t states, flows, decays, columns[2], rows[2], total;
@@ -3931,6 +4131,25 @@ cudaError_t launch_forward(const Params& p, cudaStream_t stream) {
 }
 #endif
 
+#if GATED_DELTA_IN_PART(1)
+// One decode step on the current device. B, H and V are at least 1.
+cudaError_t launch_step(const StepParams& p, cudaStream_t stream) {
+  Device device;
+  const cudaError_t error = device.read();
+  if (error != cudaSuccess) return error;
+  switch (p.state_dtype) {
+    case Dtype::kFloat32:
+      return launch_step<float>(p, device.processors, stream);
+    case Dtype::kFloat16:
+      return launch_step<__half>(p, device.processors, stream);
+    case Dtype::kBFloat16:
+      return launch_step<__nv_bfloat16>(p, device.processors, stream);
+    default:
+      return launch_step<double>(p, device.processors, stream);
+  }
+}
+#endif
+
 #if GATED_DELTA_IN_PART(2)
 cudaError_t launch_tensor_float16(const Params& p, cudaStream_t stream) {
   return launch_tensor<__half>(p, stream);
@@ -4014,6 +4233,8 @@ namespace gated_delta {
 
 // Forward without `grads`, backward with them.
 void run_on_cpu(const Params& p, const Gradients* grads);
+
+void step_on_cpu(const StepParams& p);
 
 }  // namespace gated_delta
 
@@ -4311,8 +4532,9 @@ class Walker {
     Chunk<Accum> chunk;
     chunk.rows = p_.K;
     chunk.steps = (steps + kUnrolledSteps - 1) / kUnrolledSteps * kUnrolledSteps;
-    chunk.q = load_rows(p_.q, batch, start, head, steps, chunk.steps, q_, chunk.q_stride);
-    chunk.k = load_rows(p_.k, batch, start, head, steps, chunk.steps, k_, chunk.k_stride);
+    const int64_t row_head = head / p_.group;
+    chunk.q = load_rows(p_.q, batch, start, row_head, steps, chunk.steps, q_, chunk.q_stride);
+    chunk.k = load_rows(p_.k, batch, start, row_head, steps, chunk.steps, k_, chunk.k_stride);
     chunk.v = v_;
     chunk.gate = gate_;
     chunk.y = y_;
@@ -4379,6 +4601,104 @@ void run_on_cpu(const Params& p, const Gradients* grads) {
   });
 }
 
+// One step for one (batch, head), from plain buffers of the state's type to such a buffer.
+template <typename Accum, typename State>
+struct StepRows {
+  const StepParams& p;
+  const Accum* q;
+  const Accum* k;
+  const Accum* v;
+  const Accum* gate;
+  State* state;
+  Accum* y;    // added to
+  Accum* sum;  // zeros before and after
+
+  inline __attribute__((always_inline)) void operator()() const {
+    const int64_t columns = p.V;
+    for (int64_t block = 0; block < p.K; block += kSummedRows) {
+      advance(block, std::min(block + kSummedRows, p.K));
+      for (int64_t j = 0; j < columns; ++j) {
+        y[j] += sum[j];
+        sum[j] = 0;
+      }
+    }
+  }
+
+  inline __attribute__((always_inline)) void advance(int64_t begin, int64_t end) const {
+    const int64_t columns = p.V;
+    const int64_t hop = p.state.stride[3];
+    for (int64_t i = begin; i < end; ++i) {
+      State* const row = state + i * p.state.stride[2];
+      const Accum k_i = k[i];
+      const Accum q_i = q[i];
+      if (hop == 1) {
+#pragma GCC ivdep
+        for (int64_t j = 0; j < columns; ++j) {
+          const Accum now = gate[j] * static_cast<Accum>(row[j]) + k_i * v[j];
+          sum[j] += q_i * now;
+          row[j] = static_cast<State>(now);
+        }
+      } else {
+        for (int64_t j = 0; j < columns; ++j) {
+          const Accum now = gate[j] * static_cast<Accum>(row[j * hop]) + k_i * v[j];
+          sum[j] += q_i * now;
+          row[j * hop] = static_cast<State>(now);
+        }
+      }
+    }
+  }
+};
+
+template <typename Element, typename Gate, typename Accum, typename State>
+void step_on_cpu(const StepParams& p) {
+  const int64_t grain = std::max<int64_t>(1, 65536 / std::max<int64_t>(1, p.K * p.V));
+  at::parallel_for(0, p.B * p.H, grain, [&](int64_t begin, int64_t end) {
+    std::vector<Accum> q(p.K);
+    std::vector<Accum> k(p.K);
+    std::vector<Accum> v(p.V);
+    std::vector<Accum> gate(p.V);
+    std::vector<Accum> y(p.V);
+    std::vector<Accum> sum(p.V);
+    for (int64_t n = begin; n < end; ++n) {
+      const int64_t batch = n / p.H;
+      const int64_t head = n % p.H;
+      int64_t row = batch;
+      if (p.indices != nullptr) {
+        row = p.long_indices ? static_cast<const int64_t*>(p.indices)[batch * p.index_stride]
+                             : static_cast<const int32_t*>(p.indices)[batch * p.index_stride];
+      }
+      std::fill(y.begin(), y.end(), Accum{0});
+      if (row >= 0) {
+        gather(element_of<const Element>(p.q, batch, 0, head / p.group, 0), p.q.stride[3], p.K,
+               q.data());
+        gather(element_of<const Element>(p.k, batch, 0, head / p.group, 0), p.k.stride[3], p.K,
+               k.data());
+        gather(element_of<const Element>(p.v, batch, 0, head, 0), p.v.stride[3], p.V, v.data());
+        gather(element_of<const Gate>(p.gate, batch, 0, head, 0), p.gate.stride[3], p.V,
+               gate.data());
+        for (int64_t j = 0; p.log_gate && j < p.V; ++j) gate[j] = std::exp(gate[j]);
+        State* const state = element_of<State>(p.state, row, head, 0, 0);
+        run_widest(StepRows<Accum, State>{p, q.data(), k.data(), v.data(), gate.data(), state,
+                                          y.data(), sum.data()});
+      }
+      Element* const out = element_of<Element>(p.y, batch, 0, head, 0);
+      for (int64_t j = 0; j < p.V; ++j)
+        out[j] = static_cast<Element>(static_cast<Accum>(p.scale) * y[j]);
+    }
+  });
+}
+
+template <typename Element>
+void step_half_on_cpu(const StepParams& p) {
+  const bool float_gate = p.gate_dtype == Dtype::kFloat32;
+  if (p.state_dtype == Dtype::kFloat32) {
+    if (float_gate) return step_on_cpu<Element, float, float, float>(p);
+    return step_on_cpu<Element, Element, float, float>(p);
+  }
+  if (float_gate) return step_on_cpu<Element, float, float, Element>(p);
+  step_on_cpu<Element, Element, float, Element>(p);
+}
+
 template <typename Element>
 void run_half_on_cpu(const Params& p, const Gradients* grads) {
   if (p.gate_dtype == Dtype::kFloat32) {
@@ -4400,6 +4720,19 @@ void run_on_cpu(const Params& p, const Gradients* grads) {
       return run_half_on_cpu<at::Half>(p, grads);
     case Dtype::kBFloat16:
       return run_half_on_cpu<at::BFloat16>(p, grads);
+  }
+}
+
+void step_on_cpu(const StepParams& p) {
+  switch (p.dtype) {
+    case Dtype::kFloat32:
+      return step_on_cpu<float, float, float, float>(p);
+    case Dtype::kFloat64:
+      return step_on_cpu<double, double, double, double>(p);
+    case Dtype::kFloat16:
+      return step_half_on_cpu<at::Half>(p);
+    case Dtype::kBFloat16:
+      return step_half_on_cpu<at::BFloat16>(p);
   }
 }
 
@@ -4434,6 +4767,20 @@ struct Inputs {
 };
 
 bool plain(const Tensor& tensor);
+
+struct StepInputs {
+  const Tensor& q;
+  const Tensor& k;
+  const Tensor& v;
+  const Tensor& gate;
+  const Tensor& state;
+  const std::optional<Tensor>& state_indices;
+  double scale;
+  bool log_gate;
+};
+
+// Updates the state and returns y; raises where a gradient is asked for.
+Tensor call_step(const StepInputs& in);
 
 // Returns y and the final state, which is an undefined tensor when it isn't asked for; on autograd's
 // record if `records`.
@@ -4472,6 +4819,7 @@ bool forward_needs_partial(const Params& p);
 cudaError_t launch_backward(const Params& p, const Gradients& grads, void* scratch,
                             cudaStream_t stream);
 int64_t backward_scratch_bytes(const Params& p);
+cudaError_t launch_step(const StepParams& p, cudaStream_t stream);
 #endif
 
 namespace {
@@ -4557,17 +4905,22 @@ Params describe(const Inputs& in) {
   check_device(in.gate, "gate", q);
   p.B = q.size(0);
   p.T = q.size(1);
-  p.H = q.size(2);
   p.K = q.size(3);
   if (in.k.sizes() != q.sizes()) {
     refuse_value("k", "have q's shape (B, T, H, K) = " + text(q.sizes()), text(in.k.sizes()));
   }
-  if (in.v.dim() != 4 || in.v.sizes().slice(0, 3) != q.sizes().slice(0, 3)) {
-    refuse_value(
-        "v", "have 4 dimensions (B, T, H, V), the first three q's " + text(q.sizes().slice(0, 3)),
-        text(in.v.sizes()));
+  const int64_t row_heads = q.size(2);
+  if (in.v.dim() != 4 || in.v.sizes().slice(0, 2) != q.sizes().slice(0, 2) ||
+      (in.v.size(2) != row_heads &&
+       (row_heads == 0 || in.v.size(2) == 0 || in.v.size(2) % row_heads != 0))) {
+    refuse_value("v",
+                 "have 4 dimensions (B, T, H, V), the first three q's " +
+                     text(q.sizes().slice(0, 3)) + " or H a multiple of q's",
+                 text(in.v.sizes()));
   }
+  p.H = in.v.size(2);
   p.V = in.v.size(3);
+  if (p.H != row_heads) p.group = p.H / row_heads;
   bool broadcasts = in.gate.dim() == 4;
   for (int64_t axis = 0; broadcasts && axis < 4; ++axis) {
     broadcasts = in.gate.size(axis) == 1 || in.gate.size(axis) == in.v.size(axis);
@@ -4601,6 +4954,7 @@ Params describe(const Inputs& in) {
   p.q = view(q);
   p.k = view(in.k);
   p.v = view(in.v);
+  if (row_heads == 1) p.q.stride[2] = p.k.stride[2] = 0;
   p.gate = view(in.gate);
   for (int64_t axis = 0; axis < 4; ++axis) {
     if (in.gate.size(axis) == 1) p.gate.stride[axis] = 0;
@@ -4608,6 +4962,111 @@ Params describe(const Inputs& in) {
   if (in.initial_state) p.initial_state = view(*in.initial_state);
   p.scale = in.scale;
   p.log_gate = in.log_gate;
+  return p;
+}
+
+// Checks everything about a decode step; describes it but for y.
+StepParams describe_step(const StepInputs& in) {
+  const Tensor& q = in.q;
+  const Tensor& state = in.state;
+  StepParams p;
+  p.dtype = dtype_of(q, "q");
+  if (q.dim() != 3) refuse_value("q", "have the 3 dimensions (B, H, K)", text(q.sizes()));
+  dtype_of(in.k, "k");
+  dtype_of(in.v, "v");
+  p.gate_dtype = dtype_of(in.gate, "gate");
+  p.state_dtype = dtype_of(state, "state");
+  check_like_q(in.k, "k", q);
+  check_like_q(in.v, "v", q);
+  const bool half = p.dtype == Dtype::kFloat16 || p.dtype == Dtype::kBFloat16;
+  if (p.gate_dtype != p.dtype && !(half && p.gate_dtype == Dtype::kFloat32)) {
+    refuse_type("gate", "have q's dtype " + text(q.scalar_type()) + (half ? " or be Float" : ""),
+                in.gate.scalar_type());
+  }
+  if (p.state_dtype != p.dtype && !(half && p.state_dtype == Dtype::kFloat32)) {
+    refuse_type("state", "have q's dtype " + text(q.scalar_type()) + (half ? " or be Float" : ""),
+                state.scalar_type());
+  }
+  check_device(in.gate, "gate", q);
+  check_device(state, "state", q);
+  p.B = q.size(0);
+  p.K = q.size(2);
+  const int64_t row_heads = q.size(1);
+  if (in.k.sizes() != q.sizes()) {
+    refuse_value("k", "have q's shape (B, H, K) = " + text(q.sizes()), text(in.k.sizes()));
+  }
+  if (in.v.dim() != 3 || in.v.size(0) != p.B ||
+      (in.v.size(1) != row_heads &&
+       (row_heads == 0 || in.v.size(1) == 0 || in.v.size(1) % row_heads != 0))) {
+    refuse_value("v",
+                 "have 3 dimensions (B, H, V), the first two q's " + text(q.sizes().slice(0, 2)) +
+                     " or H a multiple of q's",
+                 text(in.v.sizes()));
+  }
+  p.H = in.v.size(1);
+  p.V = in.v.size(2);
+  if (p.H != row_heads) p.group = p.H / row_heads;
+  bool broadcasts = in.gate.dim() == 3;
+  for (int64_t axis = 0; broadcasts && axis < 3; ++axis) {
+    broadcasts = in.gate.size(axis) == 1 || in.gate.size(axis) == in.v.size(axis);
+  }
+  if (!broadcasts) {
+    refuse_value("gate", "have 3 dimensions that broadcast to (B, H, V) = " + text(in.v.sizes()),
+                 text(in.gate.sizes()));
+  }
+  const bool pooled = in.state_indices.has_value();
+  p.pool = state.dim() == 4 ? state.size(0) : 0;
+  const int64_t shape[4] = {pooled ? p.pool : p.B, p.H, p.K, p.V};
+  if (state.sizes() != at::IntArrayRef(shape)) {
+    const std::string axes = pooled ? "(pool, H, K, V), the last three " : "(B, H, K, V) = ";
+    const at::IntArrayRef wanted(shape);
+    refuse_value("state", "have shape " + axes + text(pooled ? wanted.slice(1) : wanted),
+                 text(state.sizes()));
+  }
+  for (int64_t axis = 0; axis < 4; ++axis) {
+    if (state.size(axis) > 1 && state.stride(axis) == 0) {
+      refuse_value("state", "have its own memory for every element, as it is written to",
+                   "strides " + text(state.strides()));
+    }
+  }
+
+  const auto view = [](const Tensor& tensor) {
+    View<int64_t> result;
+    result.data = const_cast<void*>(tensor.const_data_ptr());
+    result.stride[0] = tensor.size(0) == 1 ? 0 : tensor.stride(0);
+    result.stride[2] = tensor.size(1) == 1 ? 0 : tensor.stride(1);
+    result.stride[3] = tensor.size(2) == 1 ? 0 : tensor.stride(2);
+    return result;
+  };
+  p.q = view(q);
+  p.k = view(in.k);
+  p.v = view(in.v);
+  p.gate = view(in.gate);
+  p.state.data = state.mutable_data_ptr();
+  for (int64_t axis = 0; axis < 4; ++axis) p.state.stride[axis] = state.stride(axis);
+  if (p.V == 1) p.state.stride[3] = 1;
+  p.scale = in.scale;
+  p.log_gate = in.log_gate;
+  if (!pooled) return p;
+  const Tensor& indices = *in.state_indices;
+  if (indices.scalar_type() != at::kInt && indices.scalar_type() != at::kLong)
+    refuse_type("state_indices", "be int32 or int64", indices.scalar_type());
+  check_device(indices, "state_indices", q);
+  if (indices.dim() != 1 || indices.size(0) != p.B) {
+    const int64_t batches[1] = {p.B};
+    refuse_value("state_indices", "have shape (B,) = " + text(batches), text(indices.sizes()));
+  }
+  p.long_indices = indices.scalar_type() == at::kLong;
+  p.indices = indices.const_data_ptr();
+  p.index_stride = indices.stride(0);
+  for (int64_t b = 0; q.device().is_cpu() && b < p.B; ++b) {
+    const int64_t row = p.long_indices ? static_cast<const int64_t*>(p.indices)[b * p.index_stride]
+                                       : static_cast<const int32_t*>(p.indices)[b * p.index_stride];
+    if (row >= p.pool) {
+      refuse_value("state_indices", "hold numbers below the pool's " + std::to_string(p.pool),
+                   std::to_string(row));
+    }
+  }
   return p;
 }
 
@@ -4690,6 +5149,30 @@ std::pair<Tensor, Tensor> forward(const Inputs& in) {
   return {y, final_state};
 }
 
+Tensor step(const StepInputs& in) {
+  StepParams p = describe_step(in);
+  const at::Device device = in.q.device();
+  const OnDevice on_device(device);
+  const Tensor y = allocate({p.B, p.H, p.V}, in.q.scalar_type(), device);
+  if (y.numel() == 0) return y;
+  p.y = contiguous_view(y.mutable_data_ptr(), 1, p.H, p.V);
+  if (device.is_cpu()) {
+    step_on_cpu(p);
+  }
+#ifdef GATED_DELTA_WITH_CUDA
+  else {
+    C10_CUDA_CHECK(launch_step(p, c10::cuda::getCurrentCUDAStream(device.index())));
+  }
+#endif
+  return y;
+}
+
+Tensor step_operator(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gate,
+                     const Tensor& state, const std::optional<Tensor>& state_indices, double scale,
+                     bool log_gate) {
+  return step({q, k, v, gate, state, state_indices, scale, log_gate});
+}
+
 using Needed = std::array<bool, 5>;  // the gradients of q, k, v, gate and initial_state
 
 // Checks a gradient that comes in and returns its description.
@@ -4726,8 +5209,9 @@ std::array<Tensor, 5> backward(const Inputs& in, const std::optional<Tensor>& dy
     result[which] = allocate(shape, type, device);
     return contiguous_view(result[which].mutable_data_ptr(), shape[1], shape[2], shape[3]);
   };
-  grads.dq = place(0, in.q.sizes(), dtype);
-  grads.dk = place(1, in.q.sizes(), dtype);
+  const int64_t rows[4] = {p.B, p.T, p.H, p.K};
+  grads.dq = place(0, rows, dtype);
+  grads.dk = place(1, rows, dtype);
   grads.dv = place(2, values, dtype);
   grads.dgate = place(3, values, state_type(in.q));
   grads.dinitial_state = place(4, state, state_type(in.q));
@@ -4748,6 +5232,11 @@ std::array<Tensor, 5> backward(const Inputs& in, const std::optional<Tensor>& dy
                                    c10::cuda::getCurrentCUDAStream(device.index())));
   }
 #endif
+  for (int which = 0; p.group > 1 && which < 2; ++which) {
+    // Sums of half-precision numbers are float32.
+    if (result[which].defined())
+      result[which] = result[which].view({p.B, p.T, p.H / p.group, p.group, p.K}).sum(3);
+  }
   if (result[3].defined() && in.gate.sizes() != result[3].sizes()) {
     std::vector<int64_t> axes;
     for (int64_t axis = 0; axis < 4; ++axis) {
@@ -4797,6 +5286,12 @@ const auto& registered_forward() {
 const auto& registered_backward() {
   static const auto handle = registered<decltype(backward_operator)>(
       GATED_DELTA_STRING(TORCH_EXTENSION_NAME) "::backward");
+  return handle;
+}
+
+const auto& registered_step() {
+  static const auto handle =
+      registered<decltype(step_operator)>(GATED_DELTA_STRING(TORCH_EXTENSION_NAME) "::step");
   return handle;
 }
 
@@ -4910,6 +5405,47 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_autograd(
                                     needed);
 }
 
+void refuse_gradient(const Tensor& tensor, const char* name) {
+  refuse_tangent(tensor, name);
+  if (!at::GradMode::is_enabled() || !tensor.requires_grad()) return;
+  C10_THROW_ERROR(NotImplementedError, std::string("gated_delta: `") + name +
+                                           "` must not require grad for gated_delta_step, which "
+                                           "is for inference, got requires_grad=True; call it "
+                                           "under torch.no_grad() or take gated_delta");
+}
+
+// What autograd has to do with a step: nothing, but for the count of the state's changes.
+void watch_step(const StepInputs& in) {
+  refuse_gradient(in.q, "q");
+  refuse_gradient(in.k, "k");
+  refuse_gradient(in.v, "v");
+  refuse_gradient(in.gate, "gate");
+  refuse_gradient(in.state, "state");
+  in.state.unsafeGetTensorImpl()->bump_version();
+}
+
+Tensor step_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gate,
+                     const Tensor& state, const std::optional<Tensor>& state_indices, double scale,
+                     bool log_gate) {
+  watch_step({q, k, v, gate, state, state_indices, scale, log_gate});
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return registered_step().call(q, k, v, gate, state, state_indices, scale, log_gate);
+}
+
+Tensor step_autocast(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gate,
+                     const Tensor& state, const std::optional<Tensor>& state_indices, double scale,
+                     bool log_gate) {
+  const at::DeviceType device = q.device().type();
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(
+      c10::DispatchKeySet({c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA}));
+  const auto cast = [&](const Tensor& tensor) {
+    if (tensor.scalar_type() != at::kFloat) return tensor;
+    return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), tensor, device);
+  };
+  return registered_step().call(cast(q), cast(k), cast(v), gate, state, state_indices, scale,
+                                log_gate);
+}
+
 // Under autocast float32 q, k and v take the cheap type; gate and states stay as they are.
 std::tuple<Tensor, Tensor> forward_autocast(const Tensor& q, const Tensor& k, const Tensor& v,
                                             const Tensor& gate,
@@ -4936,25 +5472,34 @@ GATED_DELTA_LIBRARY(TORCH_EXTENSION_NAME, m) {
       "Tensor? dfinal_state, float scale, bool log_gate, bool[5] needed) -> "
       "(Tensor dq, Tensor dk, Tensor dv, Tensor dgate, Tensor dinitial_state)",
       {at::Tag::pt2_compliant_tag});
+  m.def(
+      "step(Tensor q, Tensor k, Tensor v, Tensor gate, Tensor(a!) state, Tensor? state_indices, "
+      "float scale, bool log_gate) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
 }
 
 GATED_DELTA_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, m) {
   m.impl("forward", forward_operator);
   m.impl("backward", backward_operator);
+  m.impl("step", step_operator);
 }
 GATED_DELTA_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, m) {
   m.impl("forward", forward_operator);
   m.impl("backward", backward_operator);
+  m.impl("step", step_operator);
 }
 GATED_DELTA_LIBRARY_IMPL(TORCH_EXTENSION_NAME, Autograd, m) {
   m.impl("forward", forward_autograd);
   m.impl("backward", backward_autograd);
+  m.impl("step", step_autograd);
 }
 GATED_DELTA_LIBRARY_IMPL(TORCH_EXTENSION_NAME, AutocastCPU, m) {
   m.impl("forward", forward_autocast);
+  m.impl("step", step_autocast);
 }
 GATED_DELTA_LIBRARY_IMPL(TORCH_EXTENSION_NAME, AutocastCUDA, m) {
   m.impl("forward", forward_autocast);
+  m.impl("step", step_autocast);
 }
 
 }  // namespace
@@ -4969,6 +5514,11 @@ bool plain(const Tensor& tensor) {
                                 DispatchKey::AutogradCUDA, DispatchKey::ADInplaceOrView,
                                 DispatchKey::BackendSelect});
   return (keys.raw_repr() & ~ordinary.raw_repr()) == 0;
+}
+
+Tensor call_step(const StepInputs& in) {
+  watch_step(in);
+  return step(in);
 }
 
 std::pair<Tensor, Tensor> call_operator(const Inputs& in, bool records) {
@@ -5058,6 +5608,46 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
+// Likewise for gated_delta_step.
+PyObject* call_step(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(count == 8, "call_step takes 8 arguments");
+  const bool has_indices = arguments[7] != Py_None;
+  bool straight = !at::impl::torch_function_mode_enabled() && !at::hasCallbacks() &&
+                  (PyFloat_Check(arguments[5]) || PyLong_CheckExact(arguments[5])) &&
+                  PyBool_Check(arguments[6]);
+  for (int n = 0; n < 8; ++n) {
+    if (n == 5 || n == 6 || (n == 7 && !has_indices)) continue;
+    straight = straight && THPVariable_CheckExact(arguments[n]);
+    if (!straight) break;
+    const Tensor& tensor = THPVariable_Unpack(arguments[n]);
+    straight = plain(tensor);
+#ifndef GATED_DELTA_WITH_CUDA
+    straight = straight && tensor.device().is_cpu();
+#endif
+  }
+  if (!straight) Py_RETURN_NOTIMPLEMENTED;
+  const double scale = PyFloat_AsDouble(arguments[5]);
+  if (scale == -1 && PyErr_Occurred()) return nullptr;  // an int beyond every float
+  std::optional<Tensor> state_indices;
+  if (has_indices) state_indices = THPVariable_Unpack(arguments[7]);
+  const StepInputs in{THPVariable_Unpack(arguments[0]),
+                      THPVariable_Unpack(arguments[1]),
+                      THPVariable_Unpack(arguments[2]),
+                      THPVariable_Unpack(arguments[3]),
+                      THPVariable_Unpack(arguments[4]),
+                      state_indices,
+                      scale,
+                      arguments[6] == Py_True};
+  Tensor y;
+  {
+    const WithoutGil without_gil;
+    y = gated_delta::call_step(in);
+  }
+  return THPVariable_Wrap(y);
+  END_HANDLE_TH_ERRORS
+}
+
 // For tests: which kernels the forward takes, a number of `Kernels`.
 PyObject* choose_kernels(PyObject*, PyObject* number) {
   HANDLE_TH_ERRORS
@@ -5072,6 +5662,8 @@ PyMethodDef methods[] = {
     {"choose_kernels", choose_kernels, METH_O, nullptr},
     {"call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call)), METH_FASTCALL,
      nullptr},
+    {"call_step", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call_step)),
+     METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -5373,6 +5965,7 @@ def _load_library():
         library.fake_forward = _fake_forward
         torch.library.register_fake(f"{name}::forward", _fake_forward)
         torch.library.register_fake(f"{name}::backward", _fake_backward)
+        torch.library.register_fake(f"{name}::step", _fake_step)
     return library, path, lacks
 
 
@@ -5397,9 +5990,11 @@ def _check_shapes(q, k, v, gate, initial_state) -> None:
         raise ValueError(f"gated_delta: `q` must have the 4 dimensions (B, T, H, K), got shape {tuple(q.shape)}")
     if v.dim() != 4:
         raise ValueError(f"gated_delta: `v` must have the 4 dimensions (B, T, H, V), got shape {tuple(v.shape)}")
-    B, T, H, K = q.shape
-    V = v.shape[3]
+    B, T, row_heads, K = q.shape
+    H, V = v.shape[2:]
     check("k", k, q.shape)
+    if H != row_heads and (row_heads == 0 or H == 0 or H % row_heads != 0):
+        H = row_heads
     check("v", v, (B, T, H, V))
     check("gate", gate, (B, T, H, V), may_broadcast=True)
     if initial_state is not None:
@@ -5413,8 +6008,7 @@ def _state_dtype(q: torch.Tensor) -> torch.dtype:
 def _fake_forward(q, k, v, gate, initial_state, scale, output_final_state, log_gate):
     """Shapes and dtypes of the results, for torch.compile, fake and meta tensors."""
     _check_shapes(q, k, v, gate, initial_state)
-    B, _, H, K = q.shape
-    state_shape = (B, H, K, v.shape[3]) if output_final_state else (0,)
+    state_shape = (v.shape[0], v.shape[2], q.shape[3], v.shape[3]) if output_final_state else (0,)
     y = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     return y, torch.empty(state_shape, dtype=_state_dtype(q), device=q.device)
 
@@ -5422,8 +6016,7 @@ def _fake_forward(q, k, v, gate, initial_state, scale, output_final_state, log_g
 def _fake_backward(q, k, v, gate, initial_state, dy, dfinal_state, scale, log_gate, needed):
     """Likewise for the gradients."""
     _check_shapes(q, k, v, gate, initial_state)
-    B, _, H, K = q.shape
-    shapes = (q.shape, k.shape, v.shape, gate.shape, (B, H, K, v.shape[3]))
+    shapes = (q.shape, k.shape, v.shape, gate.shape, (v.shape[0], v.shape[2], q.shape[3], v.shape[3]))
     dtypes = (q.dtype, q.dtype, q.dtype, gate.dtype, _state_dtype(q))
     return tuple(
         torch.empty(shape if wanted else (0,), dtype=dtype if wanted else q.dtype, device=q.device)
@@ -5431,15 +6024,38 @@ def _fake_backward(q, k, v, gate, initial_state, dy, dfinal_state, scale, log_ga
     )
 
 
-def _check_kinds(q, k, v, gate, scale, initial_state, output_final_state, log_gate) -> None:
+def _fake_step(q, k, v, gate, state, state_indices, scale, log_gate):
+    """Shape and dtype of a decode step's result."""
+
+    def check(fits: bool, name: str, expected: str, tensor: torch.Tensor) -> None:
+        if not fits:
+            raise ValueError(f"gated_delta: `{name}` must have shape {expected}, got {tuple(tensor.shape)}")
+        if tensor.device != q.device:
+            raise ValueError(f"gated_delta: `{name}` must be on q's device {q.device}, got {tensor.device}")
+
+    check(q.dim() == 3, "q", "(B, H, K)", q)
+    check(k.shape == q.shape, "k", str(tuple(q.shape)), k)
+    B, row_heads, K = q.shape
+    fits = v.dim() == 3 and v.shape[0] == B
+    fits = fits and (v.shape[1] == row_heads or (row_heads > 0 and v.shape[1] > 0 and v.shape[1] % row_heads == 0))
+    check(fits, "v", "(B, H, V), B and H those of q or H a multiple", v)
+    fits = gate.dim() == 3 and all(a == b or a == 1 for a, b in zip(gate.shape, v.shape, strict=True))
+    check(fits, "gate", f"broadcastable to {tuple(v.shape)}", gate)
+    fits = state.dim() == 4 and state.shape[1:] == (v.shape[1], K, v.shape[2])
+    fits = fits and (state_indices is not None or state.shape[0] == B)
+    check(fits, "state", f"({B if state_indices is None else 'pool'}, {v.shape[1]}, {K}, {v.shape[2]})", state)
+    if state_indices is not None:
+        check(state_indices.shape == (B,), "state_indices", f"({B},)", state_indices)
+    return torch.empty(v.shape, dtype=q.dtype, device=q.device)
+
+
+def _check_kinds(tensors, scale, **flags) -> None:
     """Refuses what the operator's schema would refuse with a message that helps less."""
-    tensors = {"q": q, "k": k, "v": v, "gate": gate}
-    if initial_state is not None:
-        tensors["initial_state"] = initial_state
+    q = tensors["q"]
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"gated_delta: `{name}` must be a tensor, got {type(value).__name__}")
-    for name, value in {"output_final_state": output_final_state, "log_gate": log_gate}.items():
+    for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"gated_delta: `{name}` must be a bool, got {type(value).__name__}")
     if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
@@ -5467,7 +6083,8 @@ def gated_delta(
         y_t[j]    = scale * sum_i q_t[i] * S_t[i, j]
 
     Arguments:
-        q, k: (B, T, H, K), float32, float64, float16 or bfloat16, with any strides.
+        q, k: (B, T, H, K), float32, float64, float16 or bfloat16, with any strides. Grouped heads: (B, T, H / n, K),
+            of which head h reads head h // n; their gradients are sums over the group.
         v: (B, T, H, V), the dtype and device of q.
         gate: broadcastable to (B, T, H, V), q's dtype, or float32 beside half-precision q, k, v. Plain numbers, not
             logarithms: any value is exact as long as products of consecutive gates stay in the state's range.
@@ -5498,9 +6115,54 @@ def gated_delta(
         result = _call(q, k, v, gate, scale, initial_state, output_final_state, log_gate)
         if result is not NotImplemented:
             return result
-        _check_kinds(q, k, v, gate, scale, initial_state, output_final_state, log_gate)
+        tensors = {"q": q, "k": k, "v": v, "gate": gate}
+        if initial_state is not None:
+            tensors["initial_state"] = initial_state
+        _check_kinds(tensors, scale, output_final_state=output_final_state, log_gate=log_gate)
     y, final_state = OPERATOR(q, k, v, gate, initial_state, scale, output_final_state, log_gate)
     return y, (final_state if output_final_state else None)
+
+
+def gated_delta_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gate: torch.Tensor,
+    state: torch.Tensor,
+    *,
+    scale: float = 1.0,
+    log_gate: bool = False,
+    state_indices: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One step of `gated_delta` for decoding: updates `state` in place and returns y.
+
+    Arguments:
+        q, k: (B, H, K), or (B, H / n, K) for grouped heads; types and strides as for `gated_delta`.
+        v: (B, H, V), the dtype and device of q.
+        gate: broadcastable to (B, H, V), q's dtype, or float32 beside half-precision q, k, v.
+        state: (B, H, K, V), float32 (float64 beside float64 inputs), or q's dtype, which halves the time and rounds the
+            state in every step. Any strides but those of an expanded tensor. It is overwritten.
+        scale, log_gate: as for `gated_delta`.
+        state_indices: (B,), int32 or int64. Then `state` is a pool (P, H, K, V), and batch b has its row
+            state_indices[b]. A negative index is a padded slot: its y is 0, and no state is touched. An index that
+            comes twice leaves its state undefined. An index of P or above raises on a CPU; on a GPU, where nobody can
+            see it without waiting, its y is NaN, and no state is touched.
+
+    Returns:
+        y: (B, H, V) in q's dtype, contiguous, from the state before it is rounded to its dtype.
+
+    Errors: those of `gated_delta`, and NotImplementedError where grad mode is on and an argument requires grad: the
+    step is for inference.
+    """
+    if not torch.compiler.is_compiling():
+        result = _call_step(q, k, v, gate, state, scale, log_gate, state_indices)
+        if result is not NotImplemented:
+            return result
+        tensors = {"q": q, "k": k, "v": v, "gate": gate, "state": state}
+        if state_indices is not None:
+            tensors["state_indices"] = state_indices
+        _check_kinds(tensors, scale, log_gate=log_gate)
+    return OPERATOR_STEP(q, k, v, gate, state, state_indices, scale, log_gate)
 
 
 class ModelNew(torch.nn.Module):
@@ -5525,6 +6187,8 @@ if __name__ == "__main__":
 else:
     _library, LIBRARY, _LACKS = _load_library()
     _call = _library.call
+    _call_step = _library.call_step
     OPERATOR = getattr(torch.ops, _library.__name__).forward.default
     OPERATOR_BACKWARD = getattr(torch.ops, _library.__name__).backward.default
+    OPERATOR_STEP = getattr(torch.ops, _library.__name__).step.default
     HAS_CUDA = not _library.__name__.endswith("_cpu")

@@ -46,8 +46,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 import gated_delta_jit
-from gated_delta_jit import OPERATOR, OPERATOR_BACKWARD, ModelNew, gated_delta
-from reference import Model, gated_delta_reference, get_init_inputs, get_inputs
+from gated_delta_jit import OPERATOR, OPERATOR_BACKWARD, OPERATOR_STEP, ModelNew, gated_delta, gated_delta_step
+from reference import Model, gated_delta_reference, gated_delta_step_reference, get_init_inputs, get_inputs
 
 
 class Bar(NamedTuple):
@@ -136,8 +136,8 @@ class Problem:
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
-        B, T, H, K = self.q.shape
-        return B, T, H, K, self.v.shape[-1]
+        B, T, H, V = self.v.shape
+        return B, T, H, self.q.shape[-1], V
 
     @property
     def state_dtype(self) -> torch.dtype:
@@ -209,9 +209,13 @@ def make_problem(
     scale: float = 1.0,
     output_final_state: bool = True,
     log_gate: bool = False,
+    group: int = 1,
     seed: int = 0,
 ) -> Problem:
-    """Normal q, k, v and state, and a gate of the named kind; the same arguments give the same numbers everywhere."""
+    """Normal q, k, v and state, and a gate of the named kind; the same arguments give the same numbers everywhere.
+
+    `group`: heads of v that share one of q and k.
+    """
     B, T, H, K, V = sizes
     generator = torch.Generator().manual_seed(zlib.crc32(repr((sizes, gate, gate_shape, seed)).encode()))
 
@@ -219,7 +223,7 @@ def make_problem(
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    q, k, v = (normal(B, T, H, width).to(dtype) for width in (K, K, V))
+    q, k, v = (normal(B, T, heads, width).to(dtype) for heads, width in ((H // group, K), (H // group, K), (H, V)))
     gate_values = GATES[gate](normal(*(gate_shape or (B, T, H, V))))
     if log_gate:
         gate_values = gate_values.log()
@@ -1334,7 +1338,7 @@ def test_signature() -> None:
 
 def test_public_names() -> None:
     """`__all__` names things that exist and hold what users are told to use; the public function is documented."""
-    assert {"gated_delta", "ModelNew"} <= set(gated_delta_jit.__all__)
+    assert {"gated_delta", "gated_delta_step", "ModelNew"} <= set(gated_delta_jit.__all__)
     for name in gated_delta_jit.__all__:
         assert hasattr(gated_delta_jit, name), name
     assert re.fullmatch(r"\d+\.\d+(\.\d+)?\S*", gated_delta_jit.__version__)
@@ -1480,7 +1484,10 @@ ERRORS = [
     Wrong("k has no steps", ValueError, "k", ["2, 5, 3, 4", "2, 0, 3, 4"], sized("k", 2, 0, 3, 4)),
     Wrong("v has another B", ValueError, "v", ["2, 5, 3", "4, 5, 3, 6"], sized("v", 4, 5, 3, 6)),
     Wrong("v has another T", ValueError, "v", ["2, 5, 3", "2, 1, 3, 6"], sized("v", 2, 1, 3, 6)),
-    Wrong("v has another H", ValueError, "v", ["2, 5, 3", "2, 5, 6, 6"], sized("v", 2, 5, 6, 6)),
+    Wrong("v has H of no group", ValueError, "v", ["2, 5, 3", "multiple", "2, 5, 4, 6"], sized("v", 2, 5, 4, 6)),
+    Wrong("v has fewer heads", ValueError, "v", ["2, 5, 3", "multiple", "2, 5, 1, 6"], sized("v", 2, 5, 1, 6)),
+    Wrong("v has no heads", ValueError, "v", ["2, 5, 3", "2, 5, 0, 6"], sized("v", 2, 5, 0, 6)),
+    Wrong("v has groups, gate none", ValueError, "gate", ["2, 5, 6, 6", "2, 5, 3, 6"], sized("v", 2, 5, 6, 6)),
     Wrong("gate has K", ValueError, "gate", ["2, 5, 3, 6", "2, 5, 3, 4"], sized("gate", 2, 5, 3, 4)),
     Wrong("gate has no T", ValueError, "gate", ["2, 5, 3, 6", "2, 0, 3, 6"], sized("gate", 2, 0, 3, 6)),
     Wrong("gate has another B", ValueError, "gate", ["4, 5, 3, 6"], sized("gate", 4, 5, 3, 6)),
@@ -1802,6 +1809,70 @@ def test_drop_in_trains(device: str) -> None:
         assert torch.allclose(got.grad, want.grad, atol=1e-4, rtol=1e-4)
 
 
+# Sizes and heads that share one of q and k.
+GROUPED = [
+    ((2, 128, 4, 24, 24), 2),
+    ((1, 65, 3, 20, 60), 3),
+    ((2, 33, 6, 7, 5), 2),
+    ((1, 130, 4, 64, 40), 4),
+    ((1, 70, 8, 130, 17), 4),
+    ((2, 1, 2, 16, 16), 2),
+]
+GROUPED_ON_TENSOR_CORES = [((2, 300, 8, 32, 32), 4), ((2, 257, 4, 128, 72), 2), ((1, 2100, 2, 64, 64), 2)]
+
+
+def repeated(problem: Problem, group: int) -> Problem:
+    """The same problem with a copy of q and k for every head."""
+    return replace(problem, **{name: getattr(problem, name).repeat_interleave(group, dim=2) for name in ("q", "k")})
+
+
+@on_every_device
+@each_dtype(DTYPES)
+@pytest.mark.parametrize(("sizes", "group"), GROUPED, ids=str)
+def test_grouped_heads(device: str, dtype: torch.dtype, sizes: tuple[int, ...], group: int) -> None:
+    """Head h reads head h // n of q and k: right, and to the bit what copies of q and k for every head give."""
+    problem = make_problem(sizes, dtype, device, state=True, scale=0.5, group=group)
+    y, state = run_and_check(problem)
+    with kernels("tensor cores" if on_tensor_cores(problem) else "by rule"):
+        want_y, want_state = repeated(problem, group).call()
+    assert torch.equal(y, want_y)
+    assert torch.equal(state, want_state)
+
+
+@on_every_device
+@each_dtype(TRAINING_DTYPES)
+@pytest.mark.parametrize(("sizes", "group"), GROUPED_ON_TENSOR_CORES, ids=str)
+def test_training_grouped_heads(device: str, dtype: torch.dtype, sizes: tuple[int, ...], group: int) -> None:
+    """The same for sizes that tensor cores take, in segments of time too, and any layout."""
+    B, T, H, K, V = sizes
+    if device == "cpu":
+        sizes = (1, min(T, 70), group, K, V)
+    for layout in ("contiguous", "heads before time", "one element off"):
+        run_and_check(make_problem(sizes, dtype, device, state=True, group=group).map(LAYOUTS[layout]))
+
+
+@on_every_device
+@each_dtype(DTYPES)
+@pytest.mark.parametrize(("sizes", "group"), GROUPED, ids=str)
+def test_gradients_of_grouped_heads(device: str, dtype: torch.dtype, sizes: tuple[int, ...], group: int) -> None:
+    """Gradients of q and k are sums over the heads that share them; each alone as well."""
+    problem = make_problem(sizes, dtype, device, state=True, scale=0.5, group=group)
+    run_and_check_gradients(problem)
+    run_and_check_gradients(problem.map(LAYOUTS["heads before time"]), names=("k",))
+
+
+@needs_cuda
+def test_grouped_heads_copy_nothing(free_afterwards: None) -> None:
+    """A forward with grouped heads allocates y and nothing else."""
+    problem = make_problem((4, 512, 16, 64, 64), torch.bfloat16, "cuda", output_final_state=False, group=16)
+    problem.call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y, _ = problem.call()
+    assert torch.cuda.max_memory_allocated() - before <= y.numel() * y.element_size() + 1024
+
+
 GRADCHECK_SIZES = [(1, 1, 1, 1, 1), (2, 3, 2, 2, 3), (2, 1, 1, 3, 1), (1, 9, 2, 1, 4), (1, 67, 1, 2, 1)]
 GRADCHECK_CASES: dict[str, dict[str, Any]] = {
     "plain": {"output_final_state": False},
@@ -1819,6 +1890,13 @@ GRADCHECK_CASES: dict[str, dict[str, Any]] = {
     "gate per column, log": {"kept": "HV", "log_gate": True},
     "one gate": {"state": True, "kept": "", "scale": 0.5},
 }
+
+
+@on_every_device
+@pytest.mark.parametrize("group", [2, 4])
+def test_gradcheck_of_grouped_heads(device: str, group: int) -> None:
+    """Against finite differences."""
+    check_numerically(make_problem((2, 5, 4, 2, 3), torch.float64, device, state=True, group=group))
 
 
 def kept_shape(sizes: tuple[int, int, int, int, int], kept: str) -> tuple[int, ...]:
@@ -2677,6 +2755,7 @@ OPERATOR_CASES = {
     "broadcast gate": {"gate_shape": (1, 1, 3, 1)},
     "bfloat16, float32 gate": {"dtype": torch.bfloat16, "gate_dtype": torch.float32, "state": True},
     "float64": {"dtype": torch.float64, "state": True},
+    "grouped heads": {"state": True, "group": 3},
 }
 on_operator_cases = pytest.mark.parametrize("case", OPERATOR_CASES)
 
@@ -3054,6 +3133,369 @@ def test_subclasses(device: str, kind: str, name: str) -> None:
     odd = replace(problem, **{argument: SUBCLASSES[kind](tensor) for argument, tensor in chosen.items()})
     y, state = odd.call()
     check(problem, y.as_subclass(Tensor), state.as_subclass(Tensor))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The decode step
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """The arguments of one decode step."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor
+    state: Tensor
+    state_indices: Tensor | None = None
+    scale: float = 1.0
+    log_gate: bool = False
+
+    def tensors(self) -> dict[str, Tensor]:
+        names = ("q", "k", "v", "gate", "state", "state_indices")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Step":
+        return replace(self, **{name: function(tensor) for name, tensor in self.tensors().items()})
+
+    def options(self) -> dict[str, Any]:
+        return {"scale": self.scale, "log_gate": self.log_gate}
+
+    def call(self) -> Tensor:
+        indices = {} if self.state_indices is None else {"state_indices": self.state_indices}
+        return gated_delta_step(self.q, self.k, self.v, self.gate, self.state, **self.options(), **indices)
+
+    def operator_arguments(self) -> tuple[Any, ...]:
+        return (self.q, self.k, self.v, self.gate, self.state, self.state_indices, self.scale, self.log_gate)
+
+
+def make_step(
+    sizes: tuple[int, int, int, int],
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    *,
+    group: int = 1,
+    gate_dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype | None = None,
+    gate_shape: tuple[int, int, int] | None = None,
+    indices: list[int] | None = None,
+    index_dtype: torch.dtype = torch.int32,
+    pool: int = 0,
+    scale: float = 1.0,
+    log_gate: bool = False,
+    seed: int = 0,
+) -> Step:
+    """Sizes are (B, H, K, V)."""
+    B, H, K, V = sizes
+    generator = torch.Generator().manual_seed(zlib.crc32(repr((sizes, gate_shape, seed)).encode()))
+    shapes = [(B, H // group, K), (B, H // group, K), (B, H, V), gate_shape or (B, H, V), (pool or B, H, K, V)]
+    q, k, v, gate, state = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    gate = torch.nn.functional.logsigmoid(gate) if log_gate else torch.sigmoid(gate)
+    default = torch.float64 if dtype == torch.float64 else torch.float32
+    rows = None if indices is None else torch.tensor(indices, dtype=index_dtype)
+    given = (q.to(dtype), k.to(dtype), v.to(dtype), gate.to(gate_dtype or dtype), state.to(state_dtype or default))
+    return Step(*given, rows, scale, log_gate).map(lambda tensor: tensor.to(device))
+
+
+def step_oracle(step: Step) -> tuple[Tensor, Tensor]:
+    """y and the state after the step, in float64."""
+    exact = step.map(lambda tensor: tensor.double().clone() if tensor.is_floating_point() else tensor.clone())
+    inputs = (exact.q, exact.k, exact.v, exact.gate, exact.state)
+    y = gated_delta_step_reference(*inputs, **exact.options(), state_indices=exact.state_indices)
+    return y, exact.state
+
+
+def run_step(step: Step) -> tuple[Tensor, Tensor]:
+    """One step, in poisoned memory, checked in form and numbers. Returns y and the state."""
+    want_y, want_state = step_oracle(step)
+    positive = step.map(lambda tensor: tensor.abs() if tensor.is_floating_point() else tensor)
+    positive = replace(positive, scale=abs(step.scale), gate=step.gate if step.log_gate else step.gate.abs())
+    terms_y, terms_state = step_oracle(positive)
+    version = step.state._version
+    others = {name: tensor for name, tensor in step.tensors().items() if name != "state"}
+    with unchanged(others):
+        poison(step.q.device, [want_y.numel() * step.q.element_size()])
+        y = step.call()
+    assert (y.shape, y.dtype, y.device) == (step.v.shape, step.q.dtype, step.q.device)
+    assert y.is_contiguous()
+    assert not y.requires_grad
+    assert step.state._version == version + 1
+    check_close("y", y, want_y, terms_y)
+    check_close("state", step.state, want_state, terms_state)
+    return y, step.state
+
+
+STEP_SIZES = [(2, 4, 24, 24), (3, 5, 1, 9), (3, 2, 7, 60), (2, 3, 64, 64), (1, 2, 130, 17), (5, 2, 128, 128)]
+
+
+@on_every_device
+@each_dtype(DTYPES)
+@pytest.mark.parametrize("sizes", STEP_SIZES, ids=str)
+@pytest.mark.parametrize("log_gate", [False, True], ids=["linear", "log"])
+def test_step(device: str, dtype: torch.dtype, sizes: tuple[int, ...], log_gate: bool) -> None:
+    """Several steps one after the other, each right; the state is the same tensor throughout."""
+    first = make_step(sizes, dtype, device, scale=0.5, log_gate=log_gate)
+    for seed in range(3):
+        run_step(replace(make_step(sizes, dtype, device, scale=0.5, log_gate=log_gate, seed=seed), state=first.state))
+
+
+@on_every_device
+@each_dtype(HALVES)
+@pytest.mark.parametrize("sizes", STEP_SIZES, ids=str)
+def test_step_types(device: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    """A state in half precision, a gate in float32, and both."""
+    for state_dtype in (dtype, torch.float32):
+        for gate_dtype in (dtype, torch.float32):
+            run_step(make_step(sizes, dtype, device, state_dtype=state_dtype, gate_dtype=gate_dtype))
+
+
+@on_every_device
+@each_dtype([torch.float32, torch.bfloat16])
+def test_steps_continue_a_sequence(device: str, dtype: torch.dtype) -> None:
+    """Prefill and then one step at a time: what one call over all steps gives."""
+    whole = make_problem((2, 20, 3, 24, 40), dtype, device, state=True)
+    y, state = replace(whole.steps(0, 12), initial_state=whole.initial_state).call()
+    parts = [y]
+    for t in range(12, 20):
+        step = (getattr(whole, name)[:, t] for name in ("q", "k", "v", "gate"))
+        parts.append(gated_delta_step(*step, state).unsqueeze(1))
+    check(whole, torch.cat(parts, dim=1), state)
+
+
+@on_every_device
+@each_dtype([torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=dtype_name)
+@pytest.mark.parametrize("indices", [[5, 0, 3], [-1, 2, -100], [-1, -1, -1], [6, -3, 1]], ids=str)
+def test_step_of_a_pool(device: str, dtype: torch.dtype, index_dtype: torch.dtype, indices: list[int]) -> None:
+    """Rows of a pool; a padded slot's y is 0; rows that nobody names keep every bit, NaN included."""
+    for width in (24, 7):
+        options = {"indices": indices, "index_dtype": index_dtype, "pool": 7}
+        step = make_step((3, 2, 16, width), dtype, device, **options)
+        before = step.state.clone()
+        y, state = run_step(step)
+        for b, row in enumerate(indices):
+            assert row >= 0 or (y[b] == 0).all()
+        rest = [row for row in range(7) if row not in indices]
+        assert torch.equal(state[rest], before[rest])
+        strided = replace(step, state_indices=torch.stack([step.state_indices, -step.state_indices], dim=1)[:, 0])
+        run_step(replace(strided, state=before))
+
+
+@on_every_device
+def test_step_beyond_the_pool(device: str) -> None:
+    """An index beyond the pool is refused on a CPU; on a GPU it gives NaN. No state is touched for it."""
+    step = make_step((3, 2, 16, 24), device=device, indices=[1, 2**31 - 1, 0], index_dtype=torch.int64, pool=4)
+    before = step.state.clone()
+    if device == "cpu":
+        with pytest.raises(ValueError, match=r"^gated_delta: `state_indices`.*pool.*4.*2147483647"):
+            step.call()
+        assert torch.equal(step.state, before)
+        return
+    y = step.call()
+    assert y[1].isnan().all()
+    assert torch.isfinite(y[[0, 2]]).all()
+    assert torch.equal(step.state[2:], before[2:])
+
+
+STEP_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "one element off": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+    "odd pitch": lambda x: torch.cat([x, x[..., :3]], dim=-1)[..., : x.shape[-1]],
+    "every other": lambda x: torch.stack([x, x], dim=-1).flatten(-2)[..., ::2],
+    "columns slow": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "batch fast": lambda x: x.movedim(0, -1).contiguous().movedim(-1, 0),
+}
+
+
+@on_every_device
+@each_dtype([torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", STEP_LAYOUTS)
+def test_step_layouts(device: str, dtype: torch.dtype, layout: str) -> None:
+    """Any strides, of the state too, which is changed where it lies."""
+    for sizes in ((3, 4, 8, 16), (2, 2, 20, 7)):
+        dense = make_step(sizes, dtype, device, group=2, scale=0.5)
+        want = dense.map(torch.clone).call()
+        odd = dense.map(lambda tensor: STEP_LAYOUTS[layout](tensor) if tensor.dim() > 1 else tensor)
+        y, _ = run_step(odd)
+        assert torch.equal(y, want) or device == "cuda"
+
+
+@on_every_device
+@each_dtype(DTYPES)
+@pytest.mark.parametrize("gate_shape", [(1, 1, 1), (3, 4, 1), (1, 4, 40), (3, 1, 40)], ids=str)
+def test_step_broadcast_gate(device: str, dtype: torch.dtype, gate_shape: tuple[int, int, int]) -> None:
+    run_step(make_step((3, 4, 24, 40), dtype, device, gate_shape=gate_shape))
+
+
+@on_every_device
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_step_grouped_heads(device: str, group: int) -> None:
+    run_step(make_step((3, 4, 24, 40), torch.bfloat16, device, group=group))
+
+
+@on_every_device
+@pytest.mark.parametrize("sizes", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)], ids=str)
+def test_step_empty(device: str, sizes: tuple[int, ...]) -> None:
+    """Nothing to do, or nothing but zeros."""
+    step = make_step(sizes, device=device)
+    y = step.call()
+    assert y.shape == step.v.shape
+    assert (y == 0).all()
+
+
+STEP_CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "pool": {"indices": [4, -1], "pool": 5, "scale": 0.5},
+    "bfloat16": {"dtype": torch.bfloat16, "gate_dtype": torch.float32, "group": 3},
+    "half-precision state": {"dtype": torch.float16, "state_dtype": torch.float16, "log_gate": True},
+    "float64, broadcast gate": {"dtype": torch.float64, "gate_shape": (1, 3, 1)},
+}
+on_step_cases = pytest.mark.parametrize("case", STEP_CASES)
+
+
+@on_every_device
+@on_step_cases
+def test_step_opcheck(device: str, case: str) -> None:
+    """Schema (which declares the change of the state), fake kernel and AOT dispatch agree with the operator."""
+    step = make_step((2, 3, 12, 16), device=device, **STEP_CASES[case])
+    report = torch.library.opcheck(OPERATOR_STEP, step.operator_arguments())
+    assert set(report.values()) == {"SUCCESS"}, report
+    want = step.map(torch.clone)
+    assert torch.equal(OPERATOR_STEP(*step.operator_arguments()), want.call())
+    assert torch.equal(step.state, want.state)
+
+
+@on_every_device
+@on_step_cases
+def test_step_compile(device: str, case: str) -> None:
+    """torch.compile(fullgraph=True): several steps in one graph change the state as they do eagerly."""
+    torch.compiler.reset()
+
+    def twice(step: Step) -> Tensor:
+        return step.call() + step.call()
+
+    step = make_step((2, 3, 12, 16), device=device, **STEP_CASES[case])
+    other = step.map(torch.clone)
+    want = twice(other)
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    got = torch.compile(twice, fullgraph=True, backend=backend)(step)
+    assert torch.equal(got, want)
+    assert torch.equal(step.state, other.state)
+
+
+@on_every_device
+@pytest.mark.parametrize("name", ["q", "k", "v", "gate", "state"])
+def test_step_is_for_inference(device: str, name: str) -> None:
+    """A gradient is refused before anything happens; without grad mode the same tensors are all right."""
+    step = make_step((2, 3, 12, 16), device=device)
+    before = step.state.clone()
+    asking = replace(step, **{name: getattr(step, name).requires_grad_()})
+    for call in (asking.call, lambda: OPERATOR_STEP(*asking.operator_arguments())):
+        with pytest.raises(NotImplementedError, match=f"^gated_delta: `{name}`.*inference.*requires_grad"):
+            call()
+    assert torch.equal(asking.state, before)
+    with torch.no_grad():
+        assert not asking.call().requires_grad
+    with torch.inference_mode():
+        asking.call()
+        inside = make_step((2, 3, 12, 16), device=device)
+        inside.call()
+    with pytest.raises(RuntimeError, match="[Ii]nference"):
+        inside.call()
+
+
+@on_every_device
+@each_dtype(HALVES)
+def test_step_autocast(device: str, dtype: torch.dtype) -> None:
+    """As for the whole sequence: float32 q, k and v take the cheap type, gate and state stay."""
+    step = make_step((2, 3, 12, 16), device=device)
+    half = replace(step, state=step.state.clone(), **{name: getattr(step, name).to(dtype) for name in ("q", "k", "v")})
+    with torch.autocast(device, dtype):
+        y = step.call()
+    assert y.dtype == dtype
+    assert torch.equal(y, half.call())
+    assert torch.equal(step.state, half.state)
+
+
+def test_step_meta() -> None:
+    step = make_step((2, 3, 12, 16), device="meta", indices=[0, 1], pool=4)
+    assert step.call().shape == step.v.shape
+    with pytest.raises(ValueError, match="`gate`"):
+        replace(step, gate=step.gate[..., :3]).call()
+
+
+STEP_ERRORS: list[tuple[str, type[Exception], list[str], Callable[[Step], Any]]] = [
+    ("q", TypeError, ["[Tt]ensor", "list"], lambda step: step.q.tolist()),
+    ("q", ValueError, ["3", "2, 12"], lambda step: step.q[:, 0]),
+    ("q", TypeError, [INT64, FLOAT32], lambda step: step.q.long()),
+    ("k", ValueError, ["2, 3, 12", "2, 3, 11"], lambda step: step.k[..., 1:]),
+    ("k", TypeError, [FLOAT64, FLOAT32], lambda step: step.k.double()),
+    ("v", ValueError, ["2, 3", "2, 4, 16"], lambda step: step.v[:, [0, 0, 0, 0]]),
+    ("v", ValueError, ["2, 3", "1, 3, 16"], lambda step: step.v[:1]),
+    ("gate", ValueError, ["2, 3, 16", "2, 3, 12"], lambda step: step.gate[..., :12]),
+    ("gate", TypeError, [FLOAT16, FLOAT32], lambda step: step.gate.half()),
+    ("state", TypeError, ["[Tt]ensor", "None"], lambda step: None),
+    ("state", ValueError, ["2, 3, 12, 16", "3, 3, 12, 16"], lambda step: step.state[[0, 1, 1]]),
+    ("state", ValueError, ["2, 3, 12, 16", "2, 3, 16, 12"], lambda step: step.state.transpose(2, 3)),
+    ("state", ValueError, ["memory", "strides"], lambda step: step.state[:1].expand(2, 3, 12, 16)),
+    ("state", TypeError, [FLOAT16, FLOAT32], lambda step: step.state.half()),
+    ("state_indices", TypeError, ["int32", FLOAT32], lambda step: torch.zeros(2, device=step.q.device)),
+    ("state_indices", ValueError, ["2", "3"], lambda step: torch.zeros(3, dtype=torch.int32, device=step.q.device)),
+    ("state_indices", TypeError, ["[Tt]ensor", "list"], lambda step: [0, 1]),
+]
+
+
+@on_every_device
+@pytest.mark.parametrize("n", range(len(STEP_ERRORS)))
+def test_step_errors(device: str, n: int) -> None:
+    """One exception that names the argument, what was expected and what came; the state keeps every bit."""
+    name, error, texts, change = STEP_ERRORS[n]
+    step = make_step((2, 3, 12, 16), device=device)
+    before = step.state.clone()
+    with pytest.raises(error) as caught:
+        replace(step, **{name: change(step)}).call()
+    assert type(caught.value) is error
+    assert str(caught.value).startswith(f"gated_delta: `{name}` must"), caught.value
+    for text in texts:
+        assert re.search(text, str(caught.value)), f"{text} is not in: {caught.value}"
+    assert torch.equal(step.state, before)
+
+
+def test_step_signature() -> None:
+    parameters = inspect.signature(gated_delta_step).parameters
+    assert list(parameters) == ["q", "k", "v", "gate", "state", "scale", "log_gate", "state_indices"]
+    assert list(inspect.signature(gated_delta_step_reference).parameters) == list(parameters)
+    for name in ("scale", "log_gate", "state_indices"):
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+    assert "state_indices" in gated_delta_step.__doc__
+
+
+@needs_cuda
+@each_dtype([torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(64, 16, 128, 128), (1, 16, 128, 128), (3, 2, 20, 7)], ids=str)
+def test_step_graph_replay(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    """Captured without a warm-up; every replay is one step, with the indices of that moment."""
+    B = sizes[0]
+    static = make_step(sizes, dtype, "cuda", indices=list(range(B)), pool=B + 2)
+    other = static.map(torch.clone)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = static.call()
+    for turn in range(3):
+        for step in (static, other):
+            step.state_indices.copy_(torch.arange(B) + turn)
+        static.state_indices[0] = other.state_indices[0] = -1
+        graph.replay()
+        assert torch.equal(y, other.call())
+        assert torch.equal(static.state, other.state)
+
+
+@needs_cuda
+def test_step_many_heads() -> None:
+    """More blocks than a grid's second axis could hold; wide tiles."""
+    run_step(make_step((70000, 1, 4, 16), torch.float32, "cuda"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@
 
 namespace gated_delta {
 cudaError_t launch_forward(const Params& p, cudaStream_t stream);
+cudaError_t launch_step(const StepParams& p, cudaStream_t stream);
 #ifdef EMU_FORWARD_SCRATCH
 int64_t forward_scratch_bytes(const Params& p);
 #endif
@@ -239,6 +240,7 @@ Layout input_layout(Rng& rng, const i64 (&sizes)[4], bool may_expand, bool in_ch
 
 struct Spec {
   i64 B = 1, T = 1, H = 1, K = 1, V = 1;
+  i64 group = 1;  // heads that share one head of q and k
   Dtype dtype = Dtype::kFloat32, gate_dtype = Dtype::kFloat32;
   bool log_gate = false, has_initial = false, wants_final = false, strided = false, strided_outputs = false;
   // Backward. An absent dy counts as zero; the other flags say which gradients are asked for.
@@ -254,8 +256,8 @@ struct Spec {
     static const char* const kinds[] = {"0.5..1", "near 1", "zeros and negative", "tiny", "0..1"};
     char text[500];
     snprintf(text, sizeof text, "B=%" PRId64 " T=%" PRId64 " H=%" PRId64 " K=%" PRId64 " V=%" PRId64
-             " %s gate %s%s (%s) scale %.4g%s%s%s%s%s%s%s%s%s processors %d",
-             B, T, H, K, V, name_of(dtype), name_of(gate_dtype), log_gate ? " log" : "", kinds[gates], scale,
+             " group %" PRId64 " %s gate %s%s (%s) scale %.4g%s%s%s%s%s%s%s%s%s processors %d",
+             B, T, H, K, V, group, name_of(dtype), name_of(gate_dtype), log_gate ? " log" : "", kinds[gates], scale,
              has_initial ? " +initial" : "", wants_final ? " +final" : "", has_dfinal ? " +dfinal" : "",
              wants_dinitial ? " +dinitial" : "", has_dy ? "" : " -dy", wants_dq ? "" : " -dq", wants_dk ? "" : " -dk",
              wants_dv ? "" : " -dv", wants_dgate ? "" : " -dgate", processors);
@@ -289,7 +291,7 @@ struct Problem {
   Problem(const Spec& spec, bool backward) : s(spec) {
     emu::untrack_all();
     Rng rng(s.seed);
-    const i64 rows[4] = {s.B, s.T, s.H, s.K}, columns[4] = {s.B, s.T, s.H, s.V}, state[4] = {s.B, s.H, s.K, s.V};
+    const i64 rows[4] = {s.B, s.T, s.H / s.group, s.K}, columns[4] = {s.B, s.T, s.H, s.V}, state[4] = {s.B, s.H, s.K, s.V};
     const auto layout = [&](const i64(&sizes)[4], bool expand, bool is_gate = false) {
       return s.strided && rng.chance(0.6) ? input_layout(rng, sizes, expand, s.segments > 0, is_gate) : Layout{};
     };
@@ -302,8 +304,8 @@ struct Problem {
       return l;
     };
     const Dtype accum = accum_of(s.dtype);
-    q.make("q", s.dtype, {s.B, s.T, s.H, s.K}, layout(rows, true));
-    k.make("k", s.dtype, {s.B, s.T, s.H, s.K}, layout(rows, true));
+    q.make("q", s.dtype, {s.B, s.T, s.H / s.group, s.K}, layout(rows, true));
+    k.make("k", s.dtype, {s.B, s.T, s.H / s.group, s.K}, layout(rows, true));
     v.make("v", s.dtype, {s.B, s.T, s.H, s.V}, layout(columns, true));
     gate.make("gate", s.gate_dtype, {s.B, s.T, s.H, s.V}, layout(columns, true, true));
     if (s.has_initial) initial.make("initial", accum, {s.B, s.H, s.K, s.V}, layout(state, true));
@@ -368,8 +370,8 @@ struct Dense {
   std::vector<double> y, final, dq, dk, dv, dgate, dinitial;
 
   Dense(const Problem& p, bool absolute) : B(p.s.B), T(p.s.T), H(p.s.H), K(p.s.K), V(p.s.V), scale(p.s.scale) {
-    q = p.q.dense();
-    k = p.k.dense();
+    q = of_all_heads(p.q.dense(), p.s.group);
+    k = of_all_heads(p.k.dense(), p.s.group);
     v = p.v.dense();
     gate = p.gate.dense();
     if (p.s.log_gate) for (double& g : gate) g = std::exp(g);
@@ -381,6 +383,15 @@ struct Dense {
         for (double& e : *x) e = std::fabs(e);
       scale = std::fabs(scale);
     }
+  }
+
+  // Rows of q or k for each of H heads.
+  std::vector<double> of_all_heads(const std::vector<double>& rows, i64 group) const {
+    std::vector<double> out;
+    out.reserve(rows.size() * group);
+    for (size_t row = 0; K > 0 && row < rows.size() / K; ++row)
+      for (i64 n = 0; n < group; ++n) out.insert(out.end(), &rows[row * K], &rows[row * K] + K);
+    return out;
   }
 
   void forward() {
@@ -460,6 +471,7 @@ Params shared_arguments(const Problem& p) {
   a.H = p.s.H;
   a.K = p.s.K;
   a.V = p.s.V;
+  a.group = p.s.group;
   a.dtype = p.s.dtype;
   a.gate_dtype = p.s.gate_dtype;
   a.log_gate = p.s.log_gate;
@@ -668,6 +680,7 @@ std::vector<Spec> all_cases(bool backward, uint64_t seed, int rounds) {
           s.gates = static_cast<int>(rng.below(5));
           s.processors = rng.pick<int>({132, 132, 1, 4, 20});
           s.seed = rng.next() >> 34;
+          if (s.H > 1 && Rng(s.seed).chance(0.5)) s.group = s.H;
           cases.push_back(s);
         }
   // A few beyond the grid: K of 0 (forward), K of three slices, long T, many heads.
@@ -687,6 +700,7 @@ std::vector<Spec> all_cases(bool backward, uint64_t seed, int rounds) {
         if (backward && (s.K == 0 || &e >= &extra[9])) continue;
         s.dtype = s.gate_dtype = dtype;
         s.has_initial = s.wants_final = s.has_dfinal = s.wants_dinitial = true;
+        s.group = s.H % 4 == 0 ? 4 : 1;
         s.gates = e[1] > 500 ? 1 : 0;
         s.processors = processors;
         s.seed = rng.next() >> 34;
@@ -733,6 +747,7 @@ std::vector<Spec> tensor_cases(uint64_t seed) {
     s.scale = plain ? 1.0 : rng.chance(0.7) ? 1 / std::sqrt(static_cast<double>(s.K)) : -0.5;
     s.gates = plain ? 1 : static_cast<int>(rng.below(5));
     s.seed = rng.next() >> 34;
+    if (!plain) s.group = s.H;
     cases.push_back(s);
   };
   for (const Size& z : halves)
@@ -744,6 +759,137 @@ std::vector<Spec> tensor_cases(uint64_t seed) {
   for (const Size& z : singles)
     for (bool plain : {true, false}) add(z, single, single, plain);
   return cases;
+}
+
+// The decode step: every type of state, pools, padded slots, indices beyond the pool, any strides.
+int steps(uint64_t seed, int rounds, const std::string& dtype) {
+  struct Types { Dtype dtype, gate, state; };
+  const Dtype half = Dtype::kFloat16, bfloat = Dtype::kBFloat16, single = Dtype::kFloat32, dbl = Dtype::kFloat64;
+  const Types types[] = {{single, single, single}, {bfloat, bfloat, single}, {bfloat, single, bfloat}, {half, half, half},
+                         {half, single, single}, {dbl, dbl, dbl}};
+  int failed = 0, ran = 0;
+  Rng rng(seed);
+  for (int round = 0; round < 12 * rounds; ++round)
+    for (const Types& t : types) {
+      emu::untrack_all();
+      const i64 group = rng.pick<i64>({1, 1, 2, 3});
+      const i64 B = 1 + rng.below(4), H = group * (1 + rng.below(2));
+      const i64 K = rng.pick<i64>({1, 7, 16, 64, 100, 128, 130, 300}), V = rng.pick<i64>({1, 7, 16, 24, 64, 100, 128, 136});
+      const bool pooled = rng.chance(0.6), is_long = rng.chance(0.5), log_gate = rng.chance(0.3), strided = rng.chance(0.5);
+      const i64 P = pooled ? 1 + rng.below(7) : B;
+      if (!dtype.empty() && dtype != name_of(t.dtype)) continue;
+      const auto layout = [&](bool written) {
+        Layout l;
+        if (!strided) return l;
+        const i64 kind = rng.below(written ? 4 : 5);
+        if (kind == 0) l.pad = rng.pick<i64>({8, 16, 3});
+        if (kind == 1) l.lead = rng.pick<i64>({1, 8});
+        if (kind == 2) l.step = 2;
+        if (kind == 3) std::swap(l.order[2], l.order[3]);
+        if (kind == 4) l.expand[rng.below(4)] = true;
+        return l;
+      };
+      Operand q, k, v, gate, state, y;
+      q.make("q", t.dtype, {B, 1, H / group, K}, layout(false));
+      k.make("k", t.dtype, {B, 1, H / group, K}, layout(false));
+      v.make("v", t.dtype, {B, 1, H, V}, layout(false));
+      gate.make("gate", t.gate, {B, 1, H, V}, layout(false));
+      state.make("state", t.state, {P, H, K, V}, layout(true));
+      y.make("y", t.dtype, {B, 1, H, V});
+      for (Operand* x : {&q, &k, &v, &state}) x->fill([&] { return rng.normal(); });
+      gate.fill([&] { return log_gate ? -rng.uniform() : rng.uniform(); });
+      for (Operand* x : {&q, &k, &v, &gate}) x->remember();
+      // Each row of the pool at most once; some padded, some beyond the pool.
+      std::vector<i64> rows(P), indices(B);
+      for (i64 n = 0; n < P; ++n) rows[n] = n;
+      for (i64 n = 0; n < B; ++n) {
+        indices[n] = n;
+        if (!pooled) continue;
+        indices[n] = rng.chance(0.2) ? -1 - rng.below(3) : rng.chance(0.15) ? P + rng.below(1000000) : -7;
+        if (indices[n] != -7 || rows.empty()) continue;
+        const i64 pick = rng.below(rows.size());
+        indices[n] = rows[pick];
+        rows.erase(rows.begin() + pick);
+      }
+      std::vector<int32_t> short_indices(indices.begin(), indices.end());
+      gated_delta::StepParams p;
+      p.q = q.view();
+      p.k = k.view();
+      p.v = v.view();
+      p.gate = gate.view();
+      p.state = state.view();
+      p.y = y.view();
+      p.B = B;
+      p.H = H;
+      p.K = K;
+      p.V = V;
+      p.group = group;
+      p.pool = P;
+      p.dtype = t.dtype;
+      p.gate_dtype = t.gate;
+      p.state_dtype = t.state;
+      p.log_gate = log_gate;
+      p.scale = rng.chance(0.5) ? 1.0 : -0.25;
+      if (pooled) {
+        p.indices = is_long ? static_cast<const void*>(indices.data()) : short_indices.data();
+        p.index_stride = 1;
+        p.long_indices = is_long;
+        emu::track(p.indices, B * (is_long ? 8 : 4), "indices");
+      }
+      char name[200];
+      snprintf(name, sizeof name, "step B=%" PRId64 " H=%" PRId64 " group %" PRId64 " K=%" PRId64 " V=%" PRId64 " %s state %s%s%s", B, H,
+               group, K, V, name_of(t.dtype), name_of(t.state), pooled ? " pool" : "", log_gate ? " log" : "");
+      current = name;
+      emu::processors = rng.pick<int>({132, 1, 4});
+      emu::order = kSchedules[ran % 5].order;
+      emu::seed = kSchedules[ran % 5].seed + ran;
+      emu::errors.clear();
+      const std::vector<double> before = state.dense();
+      const cudaError_t error = gated_delta::launch_step(p, nullptr);
+      std::string text;
+      if (!emu::errors.empty()) text = emu::errors[0];
+      if (error != cudaSuccess) text = "CUDA error " + std::to_string(error);
+      std::vector<double> after = before, size = before, out, out_size;
+      for (double& each : size) each = std::fabs(each);
+      for (i64 b = 0; b < B; ++b)
+        for (i64 h = 0; h < H; ++h)
+          for (i64 j = 0; j < V; ++j) {
+            const i64 row = indices[b];
+            double sum = 0, all = 0;
+            double g = gate.get(b, 0, h, j);
+            if (log_gate) g = std::exp(g);
+            for (i64 i = 0; row >= 0 && row < P && i < K; ++i) {
+              const i64 at = ((row * H + h) * K + i) * V + j;
+              const double kv = k.get(b, 0, h / group, i) * v.get(b, 0, h, j);
+              after[at] = g * before[at] + kv;
+              size[at] = std::fabs(g * before[at]) + std::fabs(kv);
+              sum += q.get(b, 0, h / group, i) * after[at];
+              all += std::fabs(q.get(b, 0, h / group, i)) * size[at];
+            }
+            out.push_back(row >= P ? NAN : p.scale * sum);
+            out_size.push_back(std::fabs(p.scale) * all);
+          }
+      // An index beyond the pool: NaN, which no bound holds.
+      i64 n = 0;
+      y.each([&](i64 b, i64, i64 h, i64 j) {
+        if (std::isnan(out[n])) {
+          if (!std::isnan(y.get(b, 0, h, j))) text = "an index beyond the pool gave a number";
+          store(y.at(b, 0, h, j), t.dtype, 0);
+          out[n] = 0;
+        }
+        ++n;
+      });
+      if (text.empty()) text = compare(y, out, out_size, 1, accum_of(t.dtype), 4, 0);
+      if (text.empty()) text = compare(state, after, size, 1, accum_of(t.dtype), 4, 0);
+      for (Operand* x : {&q, &k, &v, &gate}) if (!x->unchanged()) text = "input " + x->name + " was modified";
+      ++ran;
+      if (!text.empty()) {
+        ++failed;
+        printf("FAIL %s: %s\n", name, text.c_str());
+      }
+    }
+  printf("step: %d of %d cases failed\n", failed, ran);
+  return failed != 0;
 }
 
 // The float64 gradient formulas against central differences of the float64 forward loop.
@@ -829,6 +975,7 @@ int main(int argc, char** argv) {
     }
   }
   if (what == "selftest") return shard == 0 ? selftest() : 0;
+  if (what == "step") return shard == 0 ? steps(seed, rounds < 0 ? 1 : rounds, dtype) : 0;
   const bool backward = what == "backward";
 #ifndef EMU_BACKWARD
   if (backward) {

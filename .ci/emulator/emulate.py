@@ -571,7 +571,7 @@ def mutate(source, options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, epilog="Other options go to the test program: see README.md.")
-    parser.add_argument("what", choices=["forward", "backward", "selftest", "ptx", "mutate", "build", "rewrite"])
+    parser.add_argument("what", choices=["forward", "backward", "step", "selftest", "ptx", "mutate", "build", "rewrite"])
     parser.add_argument("--source", help="a .cu file instead of gated_delta_jit.py --dump")
     parser.add_argument("--script", default=os.path.join(PROJECT, "gated_delta_jit.py"))
     parser.add_argument("--append", action="append", default=[], help="a .cu file to append to the source")
