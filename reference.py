@@ -13,7 +13,9 @@ on any device, and is an oracle when it is given float64. `gated_delta_step_refe
 import torch
 
 
-def gated_delta_reference(q, k, v, gate, *, scale=1.0, initial_state=None, output_final_state=False, log_gate=False):
+def gated_delta_reference(
+    q, k, v, gate, *, scale=1.0, initial_state=None, output_final_state=False, log_gate=False, cu_seqlens=None
+):
     """Value-gated linear recurrence as a Python loop over time.
 
     Arguments, shapes and results are those of `gated_delta_jit.gated_delta`: q, k (B, T, H, K), v (B, T, H, V), gate
@@ -21,6 +23,8 @@ def gated_delta_reference(q, k, v, gate, *, scale=1.0, initial_state=None, outpu
     state and all sums are float32, or float64 when any input is; y has q's dtype. Returns (y, final_state), final_state
     being None unless asked for.
     """
+    if cu_seqlens is not None:
+        return _packed_reference(q, k, v, gate, scale, initial_state, output_final_state, log_gate, cu_seqlens)
     inputs = (q, k, v, gate) if initial_state is None else (q, k, v, gate, initial_state)
     dtype = torch.float64 if any(x.dtype == torch.float64 for x in inputs) else torch.float32
     out_dtype = q.dtype
@@ -44,6 +48,23 @@ def gated_delta_reference(q, k, v, gate, *, scale=1.0, initial_state=None, outpu
     if scale != 1.0:
         y = scale * y
     return y.to(out_dtype), state if output_final_state else None
+
+
+def _packed_reference(q, k, v, gate, scale, initial_state, output_final_state, log_gate, cu_seqlens):
+    """Each of N sequences packed along T by itself. Steps past the last offset give 0."""
+    offsets = cu_seqlens.tolist()
+    gate = gate.expand(v.shape)
+    outputs = []
+    states = []
+    for n in range(len(offsets) - 1):
+        part = (x[:, offsets[n] : offsets[n + 1]] for x in (q, k, v, gate))
+        start = None if initial_state is None else initial_state[n : n + 1]
+        options = {"scale": scale, "initial_state": start, "output_final_state": True, "log_gate": log_gate}
+        y, state = gated_delta_reference(*part, **options)
+        outputs.append(y)
+        states.append(state)
+    outputs.append(q.new_zeros(1, v.shape[1] - offsets[-1], *v.shape[2:]))
+    return torch.cat(outputs, dim=1), torch.cat(states) if output_final_state else None
 
 
 def gated_delta_step_reference(q, k, v, gate, state, *, scale=1.0, log_gate=False, state_indices=None):

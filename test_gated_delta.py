@@ -133,6 +133,7 @@ class Problem:
     scale: float = 1.0
     output_final_state: bool = False
     log_gate: bool = False
+    cu_seqlens: Tensor | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
@@ -143,13 +144,19 @@ class Problem:
     def state_dtype(self) -> torch.dtype:
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
+    @property
+    def states(self) -> int:
+        """How many batches or sequences have a state."""
+        return self.v.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
     def tensors(self) -> dict[str, Tensor]:
         names = ("q", "k", "v", "gate", "initial_state")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def options(self) -> dict[str, Any]:
         names = ("initial_state", "scale", "output_final_state", "log_gate")
-        return {name: getattr(self, name) for name in names}
+        packed = {} if self.cu_seqlens is None else {"cu_seqlens": self.cu_seqlens}
+        return {**{name: getattr(self, name) for name in names}, **packed}
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Problem":
         return replace(self, **{name: function(tensor) for name, tensor in self.tensors().items()})
@@ -167,7 +174,8 @@ class Problem:
 
     def operator_arguments(self) -> tuple[Any, ...]:
         flags = (self.scale, self.output_final_state, self.log_gate)
-        return (self.q, self.k, self.v, self.gate, self.initial_state, *flags)
+        packed = () if self.cu_seqlens is None else (self.cu_seqlens,)
+        return (self.q, self.k, self.v, self.gate, self.initial_state, *flags, *packed)
 
 
 def _see_saw(noise: Tensor) -> Tensor:
@@ -210,11 +218,13 @@ def make_problem(
     output_final_state: bool = True,
     log_gate: bool = False,
     group: int = 1,
+    lengths: list[int] | None = None,
+    offset_dtype: torch.dtype = torch.int32,
     seed: int = 0,
 ) -> Problem:
     """Normal q, k, v and state, and a gate of the named kind; the same arguments give the same numbers everywhere.
 
-    `group`: heads of v that share one of q and k.
+    `group`: heads of v that share one of q and k. `lengths`: of the sequences that are packed along T.
     """
     B, T, H, K, V = sizes
     generator = torch.Generator().manual_seed(zlib.crc32(repr((sizes, gate, gate_shape, seed)).encode()))
@@ -227,8 +237,11 @@ def make_problem(
     gate_values = GATES[gate](normal(*(gate_shape or (B, T, H, V))))
     if log_gate:
         gate_values = gate_values.log()
-    initial_state = normal(B, H, K, V).to(state_dtype) if state else None
+    initial_state = normal(B if lengths is None else len(lengths), H, K, V).to(state_dtype) if state else None
     problem = Problem(q, k, v, gate_values.to(gate_dtype or dtype), initial_state, scale, output_final_state, log_gate)
+    if lengths is not None:
+        offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=offset_dtype, device=device)
+        problem = replace(problem, cu_seqlens=offsets)
     return problem.map(lambda tensor: tensor.to(device))
 
 
@@ -313,7 +326,7 @@ def oracle(problem: Problem) -> tuple[Tensor, Tensor]:
     exact = problem.map(lambda tensor: tensor.double())
     B, T, *_ = problem.sizes
     stretch, lead = 256, 128
-    cut = in_stretches(exact, stretch, lead) if T > 4 * stretch else None
+    cut = in_stretches(exact, stretch, lead) if T > 4 * stretch and exact.cu_seqlens is None else None
     part = cut or exact
     with one_thread():
         options = {**part.options(), "output_final_state": True}
@@ -397,7 +410,8 @@ def check_form(problem: Problem, y: Tensor, state: Tensor | None) -> None:
     assert (state is not None) == problem.output_final_state
     if state is None:
         return
-    assert (state.shape, state.dtype, state.device) == ((B, H, K, V), problem.state_dtype, problem.q.device)
+    form = ((problem.states, H, K, V), problem.state_dtype, problem.q.device)
+    assert (state.shape, state.dtype, state.device) == form
     assert state.is_contiguous()
     assert state.requires_grad == (state.grad_fn is not None) == differentiable
     for name, tensor in problem.tensors().items():
@@ -419,7 +433,7 @@ def run(problem: Problem) -> tuple[Tensor, Tensor | None]:
     """One call in poisoned memory; checks everything about it but the numbers."""
     B, T, H, K, V = problem.sizes
     y_bytes = B * T * H * V * problem.q.element_size()
-    state_bytes = B * H * K * V * (8 if problem.q.dtype == torch.float64 else 4)
+    state_bytes = problem.states * H * K * V * (8 if problem.q.dtype == torch.float64 else 4)
     with unchanged(problem.tensors()):
         poison(problem.q.device, [y_bytes, state_bytes, y_bytes + state_bytes, 2 * state_bytes])
         y, state = problem.call()
@@ -1327,6 +1341,7 @@ def test_signature() -> None:
     """Names, order, defaults and keyword-only options are as documented."""
     parameters = inspect.signature(gated_delta).parameters
     defaults = {"scale": 1.0, "initial_state": None, "output_final_state": False, "log_gate": False}
+    defaults["cu_seqlens"] = None
     assert list(parameters) == ["q", "k", "v", "gate", *defaults]
     for name, default in defaults.items():
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
@@ -1342,7 +1357,7 @@ def test_public_names() -> None:
     for name in gated_delta_jit.__all__:
         assert hasattr(gated_delta_jit, name), name
     assert re.fullmatch(r"\d+\.\d+(\.\d+)?\S*", gated_delta_jit.__version__)
-    for name in ("scale", "initial_state", "output_final_state", "log_gate"):
+    for name in ("scale", "initial_state", "output_final_state", "log_gate", "cu_seqlens"):
         assert name in gated_delta.__doc__
 
 
@@ -1667,7 +1682,8 @@ def make_upstream(problem: Problem) -> Upstream:
     """Normal numbers in the types that autograd brings, for all results of the problem."""
     B, T, H, K, V = problem.sizes
     generator = torch.Generator().manual_seed(zlib.crc32(repr(problem.sizes).encode()) ^ 1)
-    y, state = (torch.randn(shape, generator=generator) for shape in ((B, T, H, V), (B, H, K, V)))
+    shapes = ((B, T, H, V), (problem.states, H, K, V))
+    y, state = (torch.randn(shape, generator=generator) for shape in shapes)
     device = problem.q.device
     both = Upstream(y.to(device, problem.q.dtype), state.to(device, problem.state_dtype))
     return both if problem.output_final_state else both.through("y")
@@ -1704,11 +1720,14 @@ def gradients(problem: Problem, upstream: Upstream | None = None, names: tuple[s
 
 def loop_gradients(problems: list[Problem], upstreams: list[Upstream]) -> list[Gradients]:
     """What autograd makes of the reference loop, for problems of one form side by side along the batch."""
+    if problems[0].cu_seqlens is not None and len(problems) > 1:
+        pairs = zip(problems, upstreams, strict=True)
+        return [loop_gradients([problem], [upstream])[0] for problem, upstream in pairs]
     B = problems[0].sizes[0]
     given = [leaves(with_grad(problem)) for problem in problems]
 
     def joint(tensors: list[Tensor]) -> Tensor:
-        return torch.cat([tensor.expand(B, *tensor.shape[1:]) for tensor in tensors])
+        return torch.cat([tensor.expand(max(B, tensor.shape[0]), *tensor.shape[1:]) for tensor in tensors])
 
     inputs = {name: joint([each[name] for each in given]) for name in given[0]}
     options = {**problems[0].options(), "initial_state": None, "output_final_state": True}
@@ -2756,7 +2775,16 @@ OPERATOR_CASES = {
     "bfloat16, float32 gate": {"dtype": torch.bfloat16, "gate_dtype": torch.float32, "state": True},
     "float64": {"dtype": torch.float64, "state": True},
     "grouped heads": {"state": True, "group": 3},
+    "packed": {"output_final_state": False, "lengths": [7, 0, 13]},
+    "packed, states": {"state": True, "lengths": [7, 0, 12, 1], "offset_dtype": torch.int64, "group": 3},
 }
+OPERATOR_SIZES = {"packed": (1, 20, 3, 12, 16), "packed, states": (1, 20, 3, 12, 16)}
+
+
+def operator_problem(case: str, device: str) -> Problem:
+    return make_problem(OPERATOR_SIZES.get(case, (2, 20, 3, 12, 16)), device=device, **OPERATOR_CASES[case])
+
+
 on_operator_cases = pytest.mark.parametrize("case", OPERATOR_CASES)
 
 
@@ -2764,7 +2792,7 @@ on_operator_cases = pytest.mark.parametrize("case", OPERATOR_CASES)
 @on_operator_cases
 def test_operator(device: str, case: str) -> None:
     """The operator itself gives what the function gives; its final state has shape (0,) when not asked for."""
-    problem = make_problem((2, 20, 3, 12, 16), device=device, **OPERATOR_CASES[case])
+    problem = operator_problem(case, device)
     y, state = OPERATOR(*problem.operator_arguments())
     if not problem.output_final_state:
         assert state.shape == (0,)
@@ -2778,7 +2806,7 @@ def test_operator(device: str, case: str) -> None:
 @on_operator_cases
 def test_opcheck(device: str, case: str) -> None:
     """Schema, fake kernel and AOT dispatch agree with the operator, by torch's own checks."""
-    problem = make_problem((2, 20, 3, 12, 16), device=device, **OPERATOR_CASES[case])
+    problem = operator_problem(case, device)
     torch.library.opcheck(OPERATOR, problem.operator_arguments())
     torch.library.opcheck(OPERATOR, problem.map(LAYOUTS["heads before time"]).operator_arguments())
 
@@ -2787,7 +2815,7 @@ def test_opcheck(device: str, case: str) -> None:
 @on_operator_cases
 def test_opcheck_with_gradients(device: str, case: str) -> None:
     """The same with inputs that require grad: then AOT dispatch traces and runs the backward too."""
-    problem = make_problem((2, 20, 3, 12, 16), device=device, **OPERATOR_CASES[case])
+    problem = operator_problem(case, device)
     for names in (tuple(problem.tensors()), ("k", "gate")):
         report = torch.library.opcheck(OPERATOR, with_grad(problem, *names).operator_arguments())
         assert set(report.values()) == {"SUCCESS"}, report
@@ -2795,14 +2823,15 @@ def test_opcheck_with_gradients(device: str, case: str) -> None:
 
 def backward_arguments(problem: Problem, upstream: Upstream, needed: list[bool]) -> tuple[Any, ...]:
     tensors = (problem.q, problem.k, problem.v, problem.gate, problem.initial_state)
-    return (*tensors, *upstream, problem.scale, problem.log_gate, needed)
+    packed = () if problem.cu_seqlens is None else (problem.cu_seqlens,)
+    return (*tensors, *upstream, problem.scale, problem.log_gate, needed, *packed)
 
 
 @on_every_device
 @on_operator_cases
 def test_opcheck_of_backward(device: str, case: str) -> None:
     """The backward is an operator as well: schema, fake kernel and AOT dispatch agree with it."""
-    problem = make_problem((2, 20, 3, 12, 16), device=device, **OPERATOR_CASES[case])
+    problem = operator_problem(case, device)
     upstream = make_upstream(problem)
     permuted = problem.map(LAYOUTS["heads before time"])
     everything = [True, True, True, True, problem.initial_state is not None]
@@ -2818,7 +2847,7 @@ def test_opcheck_of_backward(device: str, case: str) -> None:
 @on_operator_cases
 def test_backward_operator(device: str, case: str) -> None:
     """The backward operator gives what autograd gives; a gradient that isn't needed has shape (0,)."""
-    problem = make_problem((2, 20, 3, 12, 16), device=device, **OPERATOR_CASES[case])
+    problem = operator_problem(case, device)
     upstream = make_upstream(problem)
     want = gradient_oracle(problem, upstream)
     for names in SUBSETS:
@@ -2865,7 +2894,7 @@ def test_operator_namespace() -> None:
 @on_operator_cases
 def test_meta(case: str) -> None:
     """Meta tensors go through and come out with the right form."""
-    problem = make_problem((2, 20, 3, 12, 16), device="meta", **OPERATOR_CASES[case])
+    problem = operator_problem(case, "meta")
     check_form(problem, *problem.call())
 
 
@@ -2874,9 +2903,11 @@ def test_meta(case: str) -> None:
 @pytest.mark.parametrize("layout", ["contiguous", "heads before time", "every other column"])
 def test_fake_tensors(device: str, case: str, layout: str) -> None:
     """Fake tensors come out with the form of real results, whatever the strides of the inputs."""
-    problem = make_problem((2, 20, 3, 12, 16), device=device, **OPERATOR_CASES[case]).map(LAYOUTS[layout])
+    problem = operator_problem(case, device).map(LAYOUTS[layout])
     with torch._subclasses.FakeTensorMode() as mode:
         fake = problem.map(mode.from_tensor)
+        if problem.cu_seqlens is not None:
+            fake = replace(fake, cu_seqlens=mode.from_tensor(problem.cu_seqlens))
         y, state = fake.call()
         assert isinstance(y, torch._subclasses.FakeTensor)
         check_form(fake, y, state)
@@ -2898,7 +2929,7 @@ def compiled(device: str, **options: Any) -> Callable[..., tuple[Tensor, Tensor 
 @on_operator_cases
 def test_compile(device: str, case: str) -> None:
     """torch.compile(fullgraph=True): no graph break, right numbers, also for permuted inputs."""
-    problem = make_problem((2, 20, 3, 12, 16), device=device, **OPERATOR_CASES[case]).map(LAYOUTS["heads before time"])
+    problem = operator_problem(case, device).map(LAYOUTS["heads before time"])
     y, state = compiled(device)(problem.q, problem.k, problem.v, problem.gate, **problem.options())
     doubled = replace(problem, q=2 * problem.q)
     check_form(doubled, y, state)
@@ -2931,7 +2962,7 @@ def check_compiled_gradients(problem: Problem, upstream: Upstream, got: Gradient
 @on_operator_cases
 def test_compile_gradients(device: str, case: str) -> None:
     """torch.compile(fullgraph=True) through forward and backward: no graph break, right gradients."""
-    problem = make_problem((2, 20, 3, 12, 16), device=device, **OPERATOR_CASES[case]).map(LAYOUTS["heads before time"])
+    problem = operator_problem(case, device).map(LAYOUTS["heads before time"])
     upstream = make_upstream(problem)
     leaf = with_grad(problem)
     results = compiled(device)(leaf.q, leaf.k, leaf.v, leaf.gate, **leaf.options())
@@ -3133,6 +3164,236 @@ def test_subclasses(device: str, kind: str, name: str) -> None:
     odd = replace(problem, **{argument: SUBCLASSES[kind](tensor) for argument, tensor in chosen.items()})
     y, state = odd.call()
     check(problem, y.as_subclass(Tensor), state.as_subclass(Tensor))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Packed sequences
+# ---------------------------------------------------------------------------------------------------------------------
+
+LENGTHS = {
+    "one step first": [1, 40],
+    "one": [130],
+    "empty ones": [0, 0, 5, 0, 31, 0],
+    "ragged": [3, 65, 0, 1, 33, 64, 2],
+    "short ones": [8] * 17,
+    "long and short": [1, 300, 2, 270, 7],
+}
+
+
+def packed_problem(lengths: str, H: int, K: int, V: int, *args: Any, **options: Any) -> Problem:
+    listed = LENGTHS[lengths]
+    return make_problem((1, sum(listed), H, K, V), *args, lengths=listed, **options)
+
+
+def alone(problem: Problem) -> list[Problem]:
+    """Each packed sequence as a problem of its own."""
+    offsets = problem.cu_seqlens.tolist()
+    problem = replace(problem, cu_seqlens=None, gate=problem.gate.expand(problem.v.shape))
+    parts = [problem.steps(*pair) for pair in itertools.pairwise(offsets)]
+    if problem.initial_state is None:
+        return parts
+    states = problem.initial_state.split(1)
+    return [replace(part, initial_state=state) for part, state in zip(parts, states, strict=True)]
+
+
+@on_every_device
+@each_dtype(DTYPES)
+@pytest.mark.parametrize("state", [False, True], ids=["from zero", "initial state"])
+@pytest.mark.parametrize("output_final_state", [False, True], ids=["y alone", "final state"])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_packed(device: str, dtype: torch.dtype, state: bool, output_final_state: bool, lengths: str) -> None:
+    """Every sequence has its own states and knows nothing of the others."""
+    options = {"state": state, "output_final_state": output_final_state, "scale": 0.5, "group": 2}
+    for K, V in ((20, 7), (64, 40)):
+        problem = packed_problem(lengths, 2, K, V, dtype, device, **options)
+        y, final_state = run_and_check(problem)
+        if device == "cuda":
+            continue
+        results = [part.call() for part in alone(problem)]
+        assert torch.equal(y, torch.cat([part for part, _ in results], dim=1))
+        if output_final_state:
+            assert torch.equal(final_state, torch.cat([part for _, part in results]))
+
+
+@on_every_device
+@each_dtype(TRAINING_DTYPES)
+@pytest.mark.parametrize("state", [False, True], ids=["from zero", "initial state"])
+def test_packed_training(device: str, dtype: torch.dtype, state: bool) -> None:
+    """Lengths that differ by a factor of 1000, every size that tensor cores take."""
+    for H, K, V in ((2, 32, 32), (1, 64, 64), (2, 128, 72)):
+        lengths = [1, 1500, 3, 0, 40, 700, 16, 257] if device == "cuda" else [1, 90, 3, 0, 40]
+        problem = make_problem((1, sum(lengths), H, K, V), dtype, device, state=state, lengths=lengths)
+        run_and_check(problem)
+        run_and_check(replace(problem, output_final_state=False))
+
+
+@on_every_device
+@pytest.mark.parametrize("gate", ["ten percent zeros", "negative", "around 1e-20", "normal"])
+@pytest.mark.parametrize("lengths", ["ragged", "short ones"])
+def test_packed_gates(device: str, gate: str, lengths: str) -> None:
+    run_and_check(packed_problem(lengths, 2, 24, 24, device=device, gate=gate, state=True))
+    run_and_check(packed_problem(lengths, 2, 24, 24, device=device, gate=gate, output_final_state=False))
+
+
+@on_every_device
+def test_packed_options(device: str) -> None:
+    """Log gates, broadcast gates, offsets of both types and any stride, any layout."""
+    T = sum(LENGTHS["ragged"])
+    run_and_check(packed_problem("ragged", 3, 20, 24, device=device, state=True, log_gate=True))
+    run_and_check(packed_problem("ragged", 3, 20, 24, device=device, gate_shape=(1, T, 1, 1)))
+    run_and_check(packed_problem("ragged", 3, 20, 24, device=device, gate_shape=(1, 1, 3, 24), state=True))
+    problem = packed_problem("ragged", 3, 20, 24, device=device, state=True, offset_dtype=torch.int64)
+    run_and_check(problem)
+    run_and_check(replace(problem, cu_seqlens=torch.stack([problem.cu_seqlens] * 2, dim=1)[:, 0]))
+    for layout in ("heads before time", "one element off", "every other column"):
+        run_and_check(problem.map(LAYOUTS[layout]))
+
+
+@on_every_device
+def test_packed_without_steps(device: str) -> None:
+    """No steps at all: states stay what they are."""
+    problem = make_problem((1, 0, 2, 3, 4), device=device, state=True, lengths=[0, 0, 0])
+    y, state = run(problem)
+    assert y.shape == (1, 0, 2, 4)
+    assert torch.equal(state, problem.initial_state)
+
+
+@on_every_device
+@each_dtype(DTYPES)
+@pytest.mark.parametrize("case", ["neither", "initial", "final", "both"])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_gradients_of_packed(device: str, dtype: torch.dtype, case: str, lengths: str) -> None:
+    """No gradient crosses a border; states have gradients of their own."""
+    options = {"state": case in ("initial", "both"), "output_final_state": case in ("final", "both"), "group": 2}
+    for K, V in ((20, 7), (64, 40)):
+        run_and_check_gradients(packed_problem(lengths, 2, K, V, dtype, device, **options))
+
+
+@on_every_device
+@pytest.mark.parametrize("gate", ["ten percent zeros", "negative", "around 1e-20"])
+@pytest.mark.parametrize("log_gate", [False, True], ids=["linear", "log"])
+def test_gradients_of_packed_gates(device: str, gate: str, log_gate: bool) -> None:
+    gate = "around 1e-4" if log_gate else gate
+    for options in ({"state": True}, {"output_final_state": False}):
+        problem = packed_problem("ragged", 2, 24, 24, device=device, gate=gate, log_gate=log_gate, **options)
+        run_and_check_gradients(problem)
+
+
+@on_every_device
+@pytest.mark.parametrize("case", ["neither", "both states", "log gate", "grouped", "gate per head"])
+def test_gradcheck_of_packed(device: str, case: str) -> None:
+    options = {
+        "neither": {"output_final_state": False},
+        "both states": {"state": True},
+        "log gate": {"state": True, "log_gate": True},
+        "grouped": {"state": True, "group": 2},
+        "gate per head": {"gate_shape": (1, 1, 2, 1)},
+    }[case]
+    check_numerically(make_problem((1, 9, 2, 2, 3), torch.float64, device, lengths=[3, 0, 1, 5], **options))
+
+
+@needs_cuda
+@each_dtype([torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state", [False, True], ids=["from zero", "states"])
+@pytest.mark.parametrize("offsets", [[0, 40, 70], [0, 0, 0], [0, 3, 9, 9, 40, 41, 60]], ids=str)
+def test_packed_rest_is_nobodys(dtype: torch.dtype, state: bool, offsets: list[int]) -> None:
+    """Steps past the last offset: y and gradients are 0, whatever lies there, and nobody else sees them."""
+    lengths = [b - a for a, b in itertools.pairwise(offsets)]
+    for K, V in ((24, 24), (64, 64)):
+        whole = make_problem((1, 100, 2, K, V), dtype, "cuda", state=state, output_final_state=state, lengths=lengths)
+        used = offsets[-1]
+        spoiled = replace(whole, **{name: getattr(whole, name).clone() for name in ("q", "k", "v", "gate")})
+        for name in ("q", "k", "v", "gate"):
+            getattr(spoiled, name)[:, used:] = torch.nan
+        upstream = make_upstream(whole)
+        dy = upstream.y.clone()
+        dy[:, used:] = torch.nan
+        y, final_state = spoiled.call()
+        got = gradients(spoiled, upstream._replace(y=dy))
+        assert (y[:, used:] == 0).all()
+        for name in ("q", "k", "v", "gate"):
+            assert (got[name][:, used:] == 0).all(), name
+        part = replace(whole, **{name: getattr(whole, name)[:, :used] for name in ("q", "k", "v", "gate")})
+        if used == 0:
+            continue
+        check(part, y[:, :used], final_state)
+        cut = {name: gradient if name == "initial_state" else gradient[:, :used] for name, gradient in got.items()}
+        check_gradients(part, cut, gradient_oracle(part, upstream._replace(y=upstream.y[:, :used])))
+
+
+WRONG_OFFSETS = [[5, 9, 100], [0, 70, 30, 100], [0, 2**31 - 1, 100], [-(2**31), 50, 100], [100, 0, 0]]
+
+
+@needs_cuda
+@pytest.mark.parametrize("offsets", WRONG_OFFSETS, ids=str)
+@pytest.mark.parametrize("state", [False, True], ids=["from zero", "states"])
+def test_packed_wrong_offsets_touch_nothing_else(offsets: list[int], state: bool) -> None:
+    """Nobody can look at offsets on a GPU without waiting; compute-sanitizer watches this test."""
+    for T in (100, 400):
+        for K in (24, 64):
+            options = {"state": state, "output_final_state": state, "lengths": [1] * (len(offsets) - 1)}
+            problem = make_problem((1, T, 2, K, K), torch.bfloat16, "cuda", **options)
+            wrong = replace(problem, cu_seqlens=torch.tensor(offsets, dtype=torch.int32, device="cuda"))
+            gradients(wrong)
+            torch.cuda.synchronize()
+            run_and_check(make_problem((2, 40, 2, K, K), torch.bfloat16, "cuda"))
+
+
+@needs_cuda
+@each_dtype([torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state", [False, True], ids=["from zero", "states"])
+def test_packed_graph_replay(dtype: torch.dtype, state: bool) -> None:
+    """Captured once; every replay reads the offsets of that moment."""
+    static = make_problem((1, 600, 2, 64, 64), dtype, "cuda", state=state, output_final_state=state, lengths=[200] * 3)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, final_state = static.call()
+    for lengths in ([600, 0, 0], [1, 598, 1], [200, 200, 200]):
+        static.cu_seqlens.copy_(torch.tensor([0, *itertools.accumulate(lengths)]))
+        y.fill_(torch.nan)
+        graph.replay()
+        check(static, y, final_state)
+
+
+PACKED_ERRORS: list[tuple[str, type[Exception], list[str], Any]] = [
+    ("cu_seqlens", TypeError, ["int32", FLOAT32], torch.tensor([0.0, 20.0])),
+    ("cu_seqlens", TypeError, ["[Tt]ensor", "list"], [0, 20]),
+    ("cu_seqlens", ValueError, [r"N \+ 1", "2, 2"], torch.tensor([[0, 20], [0, 20]])),
+    ("cu_seqlens", ValueError, [r"N \+ 1", "1"], torch.tensor([0])),
+    ("cu_seqlens", ValueError, ["start at 0", "3"], torch.tensor([3, 20])),
+    ("cu_seqlens", ValueError, ["end at T = 20", "19"], torch.tensor([0, 19])),
+    ("cu_seqlens", ValueError, ["end at T = 20", "21"], torch.tensor([0, 21])),
+    ("cu_seqlens", ValueError, ["decrease", "9 after 10"], torch.tensor([0, 10, 9, 20])),
+    ("initial_state", ValueError, ["2, 3, 4, 6", "1, 3, 4, 6"], torch.tensor([0, 10, 20])),
+]
+
+
+@pytest.mark.parametrize("n", range(len(PACKED_ERRORS)))
+def test_packed_errors(n: int) -> None:
+    """One exception that names the argument, what was expected and what came."""
+    name, error, texts, offsets = PACKED_ERRORS[n]
+    problem = make_problem((1, 20, 3, 4, 6), state=name == "initial_state")
+    with pytest.raises(error) as caught:
+        replace(problem, cu_seqlens=offsets).call()
+    assert type(caught.value) is error
+    assert str(caught.value).startswith(f"gated_delta: `{name}` must"), caught.value
+    for text in texts:
+        assert re.search(text, str(caught.value)), f"{text} is not in: {caught.value}"
+
+
+@on_every_device
+def test_packed_errors_of_shape(device: str) -> None:
+    problem = make_problem((2, 20, 3, 4, 6), device=device, lengths=[20])
+    with pytest.raises(ValueError, match=r"^gated_delta: `q` must have B = 1.*\[2, 20, 3, 4\]"):
+        problem.call()
+
+
+@needs_cuda
+def test_packed_on_other_device() -> None:
+    problem = make_problem((1, 20, 3, 4, 6), device="cuda", lengths=[20])
+    with pytest.raises(ValueError, match="^gated_delta: `cu_seqlens`.*cuda.*cpu"):
+        replace(problem, cu_seqlens=problem.cu_seqlens.cpu()).call()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

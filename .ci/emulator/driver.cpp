@@ -16,6 +16,10 @@
 namespace gated_delta {
 cudaError_t launch_forward(const Params& p, cudaStream_t stream);
 cudaError_t launch_step(const StepParams& p, cudaStream_t stream);
+int64_t marks_bytes(const Params& p);
+cudaError_t launch_marks(Params& p, const void* offsets, int64_t stride, bool is_long, bool states, void* memory,
+                         cudaStream_t stream);
+cudaError_t launch_tails(const Params& p, const Gradients* grads, cudaStream_t stream);
 #ifdef EMU_FORWARD_SCRATCH
 int64_t forward_scratch_bytes(const Params& p);
 #endif
@@ -241,6 +245,11 @@ Layout input_layout(Rng& rng, const i64 (&sizes)[4], bool may_expand, bool in_ch
 struct Spec {
   i64 B = 1, T = 1, H = 1, K = 1, V = 1;
   i64 group = 1;  // heads that share one head of q and k
+  std::vector<i64> lengths;  // of packed sequences, B = 1; the rest of T is nobody's
+  bool long_offsets = false;
+  gated_delta::Kernels kernels = gated_delta::Kernels::kByRule;
+  bool in_chunks() const { return segments > 0 || kernels == gated_delta::Kernels::kTensorCores; }
+  i64 states() const { return lengths.empty() ? B : static_cast<i64>(lengths.size()); }
   Dtype dtype = Dtype::kFloat32, gate_dtype = Dtype::kFloat32;
   bool log_gate = false, has_initial = false, wants_final = false, strided = false, strided_outputs = false;
   // Backward. An absent dy counts as zero; the other flags say which gradients are asked for.
@@ -261,7 +270,10 @@ struct Spec {
              has_initial ? " +initial" : "", wants_final ? " +final" : "", has_dfinal ? " +dfinal" : "",
              wants_dinitial ? " +dinitial" : "", has_dy ? "" : " -dy", wants_dq ? "" : " -dq", wants_dk ? "" : " -dk",
              wants_dv ? "" : " -dv", wants_dgate ? "" : " -dgate", processors);
-    return text;
+    std::string all = text;
+    for (size_t n = 0; n < lengths.size() && n < 40; ++n) all += (n == 0 ? " packed " : ",") + std::to_string(lengths[n]);
+    if (kernels != gated_delta::Kernels::kByRule) all += kernels == gated_delta::Kernels::kSimt ? " SIMT" : " tensor cores";
+    return all;
   }
 };
 
@@ -291,15 +303,15 @@ struct Problem {
   Problem(const Spec& spec, bool backward) : s(spec) {
     emu::untrack_all();
     Rng rng(s.seed);
-    const i64 rows[4] = {s.B, s.T, s.H / s.group, s.K}, columns[4] = {s.B, s.T, s.H, s.V}, state[4] = {s.B, s.H, s.K, s.V};
+    const i64 rows[4] = {s.B, s.T, s.H / s.group, s.K}, columns[4] = {s.B, s.T, s.H, s.V}, state[4] = {s.states(), s.H, s.K, s.V};
     const auto layout = [&](const i64(&sizes)[4], bool expand, bool is_gate = false) {
-      return s.strided && rng.chance(0.6) ? input_layout(rng, sizes, expand, s.segments > 0, is_gate) : Layout{};
+      return s.strided && rng.chance(0.6) ? input_layout(rng, sizes, expand, s.in_chunks(), is_gate) : Layout{};
     };
     const auto output_layout = [&] {
       Layout l;
       if (s.strided_outputs && rng.chance(0.5)) {
         l.name = "padded";
-        l.pad = s.segments > 0 ? rng.pick<i64>({8, 16}) : rng.pick<i64>({8, 16, 3});
+        l.pad = s.in_chunks() ? rng.pick<i64>({8, 16}) : rng.pick<i64>({8, 16, 3});
       }
       return l;
     };
@@ -308,7 +320,7 @@ struct Problem {
     k.make("k", s.dtype, {s.B, s.T, s.H / s.group, s.K}, layout(rows, true));
     v.make("v", s.dtype, {s.B, s.T, s.H, s.V}, layout(columns, true));
     gate.make("gate", s.gate_dtype, {s.B, s.T, s.H, s.V}, layout(columns, true, true));
-    if (s.has_initial) initial.make("initial", accum, {s.B, s.H, s.K, s.V}, layout(state, true));
+    if (s.has_initial) initial.make("initial", accum, {s.states(), s.H, s.K, s.V}, layout(state, true));
     for (Operand* x : {&q, &k, &v, &initial}) {
       if (x->used()) x->fill([&] { return rng.normal(); });
     }
@@ -333,11 +345,11 @@ struct Problem {
           l.order[2] = 3;
           l.order[3] = 2;
         }
-        final.make("final", accum, {s.B, s.H, s.K, s.V}, l);
+        final.make("final", accum, {s.states(), s.H, s.K, s.V}, l);
       }
     } else {
       if (s.has_dy) dy.make("dy", s.dtype, {s.B, s.T, s.H, s.V}, layout(columns, true));
-      if (s.has_dfinal) dfinal.make("dfinal", accum, {s.B, s.H, s.K, s.V}, layout(state, true));
+      if (s.has_dfinal) dfinal.make("dfinal", accum, {s.states(), s.H, s.K, s.V}, layout(state, true));
       for (Operand* x : {&dy, &dfinal}) {
         if (x->used()) x->fill([&] { return rng.normal(); });
       }
@@ -345,11 +357,31 @@ struct Problem {
       if (s.wants_dk) dk.make("dk", s.dtype, {s.B, s.T, s.H, s.K}, output_layout());
       if (s.wants_dv) dv.make("dv", s.dtype, {s.B, s.T, s.H, s.V}, output_layout());
       if (s.wants_dgate) dgate.make("dgate", accum, {s.B, s.T, s.H, s.V}, output_layout());
-      if (s.wants_dinitial) dinitial.make("dinitial", accum, {s.B, s.H, s.K, s.V}, output_layout());
+      if (s.wants_dinitial) dinitial.make("dinitial", accum, {s.states(), s.H, s.K, s.V}, output_layout());
     }
     for (Operand* x : inputs()) {
       if (x->used()) x->remember();
     }
+    offsets = {0};
+    for (i64 length : s.lengths) offsets.push_back(offsets.back() + length);
+    short_offsets.assign(offsets.begin(), offsets.end());
+    emu::track(offsets.data(), offsets.size() * 8, "offsets");
+    emu::track(short_offsets.data(), offsets.size() * 4, "offsets");
+  }
+  std::vector<i64> offsets;
+  std::vector<int32_t> short_offsets;
+
+  // What goes before all launches of packed sequences, and after them.
+  cudaError_t begin_packed(Params& a, bool states) {
+    if (s.lengths.empty()) return cudaSuccess;
+    a.sequences = s.lengths.size();
+    const i64 bytes = gated_delta::marks_bytes(a);
+    Operand& marks = workspace("marks", Dtype::kFloat32, {1, 1, 1, bytes / 4});
+    const void* from = s.long_offsets ? static_cast<const void*>(offsets.data()) : short_offsets.data();
+    return gated_delta::launch_marks(a, from, 1, s.long_offsets, states, marks.base, nullptr);
+  }
+  cudaError_t finish_packed(const Params& a, const gated_delta::Gradients* grads) {
+    return s.lengths.empty() ? cudaSuccess : gated_delta::launch_tails(a, grads, nullptr);
   }
   std::string layouts() {
     std::string text;
@@ -364,20 +396,24 @@ struct Problem {
 // factors by their absolute values: the scale of rounding errors, element by element.
 
 struct Dense {
-  i64 B, T, H, K, V;
+  i64 B, T, H, K, V, states;
   double scale;
+  struct Span { i64 batch, start, steps, state; };
+  std::vector<Span> spans;
   std::vector<double> q, k, v, gate, initial, dy, dfinal;  // gate: plain, the exponential already taken
   std::vector<double> y, final, dq, dk, dv, dgate, dinitial;
 
-  Dense(const Problem& p, bool absolute) : B(p.s.B), T(p.s.T), H(p.s.H), K(p.s.K), V(p.s.V), scale(p.s.scale) {
+  Dense(const Problem& p, bool absolute) : B(p.s.B), T(p.s.T), H(p.s.H), K(p.s.K), V(p.s.V), states(p.s.states()), scale(p.s.scale) {
+    for (i64 n = 0; n < states; ++n)
+      spans.push_back(p.s.lengths.empty() ? Span{n, 0, T, n} : Span{0, p.offsets[n], p.s.lengths[n], n});
     q = of_all_heads(p.q.dense(), p.s.group);
     k = of_all_heads(p.k.dense(), p.s.group);
     v = p.v.dense();
     gate = p.gate.dense();
     if (p.s.log_gate) for (double& g : gate) g = std::exp(g);
-    initial = p.initial.used() ? p.initial.dense() : std::vector<double>(B * H * K * V);
+    initial = p.initial.used() ? p.initial.dense() : std::vector<double>(states * H * K * V);
     dy = p.dy.used() ? p.dy.dense() : std::vector<double>(B * T * H * V);
-    dfinal = p.dfinal.used() ? p.dfinal.dense() : std::vector<double>(B * H * K * V);
+    dfinal = p.dfinal.used() ? p.dfinal.dense() : std::vector<double>(states * H * K * V);
     if (absolute) {
       for (auto* x : {&q, &k, &v, &gate, &initial, &dy, &dfinal})
         for (double& e : *x) e = std::fabs(e);
@@ -396,18 +432,18 @@ struct Dense {
 
   void forward() {
     y.assign(B * T * H * V, 0);
-    final.assign(B * H * K * V, 0);
+    final.assign(states * H * K * V, 0);
     std::vector<double> S(K * V);
-    for (i64 b = 0; b < B; ++b) for (i64 h = 0; h < H; ++h) {
-      std::copy_n(&initial[0] + (b * H + h) * K * V, K * V, S.begin());
-      for (i64 t = 0; t < T; ++t) {
-        const i64 row = (b * T + t) * H + h;
+    for (const Span& span : spans) for (i64 h = 0; h < H; ++h) {
+      std::copy_n(&initial[0] + (span.state * H + h) * K * V, K * V, S.begin());
+      for (i64 t = span.start; t < span.start + span.steps; ++t) {
+        const i64 row = (span.batch * T + t) * H + h;
         step(S.data(), row);
         double* out = &y[row * V];
         for (i64 i = 0; i < K; ++i) for (i64 j = 0; j < V; ++j) out[j] += q[row * K + i] * S[i * V + j];
         for (i64 j = 0; j < V; ++j) out[j] *= scale;
       }
-      std::copy_n(S.begin(), K * V, final.begin() + (b * H + h) * K * V);
+      std::copy_n(S.begin(), K * V, final.begin() + (span.state * H + h) * K * V);
     }
   }
   void step(double* S, i64 row) const {
@@ -423,17 +459,17 @@ struct Dense {
     dk.assign(B * T * H * K, 0);
     dv.assign(B * T * H * V, 0);
     dgate.assign(B * T * H * V, 0);
-    dinitial.assign(B * H * K * V, 0);
+    dinitial.assign(states * H * K * V, 0);
     std::vector<double> S((T + 1) * K * V), R(K * V);
-    for (i64 b = 0; b < B; ++b) for (i64 h = 0; h < H; ++h) {
-      std::copy_n(&initial[0] + (b * H + h) * K * V, K * V, S.begin());
-      for (i64 t = 0; t < T; ++t) {
+    for (const Span& span : spans) for (i64 h = 0; h < H; ++h) {
+      std::copy_n(&initial[0] + (span.state * H + h) * K * V, K * V, S.begin());
+      for (i64 t = 0; t < span.steps; ++t) {
         std::copy_n(&S[t * K * V], K * V, &S[(t + 1) * K * V]);
-        step(&S[(t + 1) * K * V], (b * T + t) * H + h);
+        step(&S[(t + 1) * K * V], (span.batch * T + span.start + t) * H + h);
       }
-      std::copy_n(&dfinal[0] + (b * H + h) * K * V, K * V, R.begin());
-      for (i64 t = T - 1; t >= 0; --t) {
-        const i64 row = (b * T + t) * H + h;
+      std::copy_n(&dfinal[0] + (span.state * H + h) * K * V, K * V, R.begin());
+      for (i64 t = span.steps - 1; t >= 0; --t) {
+        const i64 row = (span.batch * T + span.start + t) * H + h;
         const double* before = &S[t * K * V];
         const double* now = &S[(t + 1) * K * V];
         for (i64 i = 0; i < K; ++i) {
@@ -452,7 +488,7 @@ struct Dense {
         }
         if (log_gate) for (i64 j = 0; j < V; ++j) dgate[row * V + j] *= gate[row * V + j];
       }
-      std::copy_n(R.begin(), K * V, dinitial.begin() + (b * H + h) * K * V);
+      std::copy_n(R.begin(), K * V, dinitial.begin() + (span.state * H + h) * K * V);
     }
   }
 };
@@ -484,13 +520,16 @@ cudaError_t call_forward(Problem& p) {
   Params a = shared_arguments(p);
   a.y = p.y.view();
   a.final_state = p.final.view();
+  cudaError_t error = p.begin_packed(a, p.s.has_initial || p.s.wants_final);
+  if (error != cudaSuccess) return error;
   if (p.s.K > gated_delta::max_rows(p.s.dtype))
     a.partial = p.workspace("partial", accum_of(p.s.dtype), {p.s.B, p.s.T, p.s.H, p.s.V}).view();
 #ifdef EMU_FORWARD_SCRATCH
   const int64_t bytes = gated_delta::forward_scratch_bytes(a);
   if (bytes > 0) a.scratch = p.workspace("scratch", Dtype::kFloat32, {1, 1, 1, bytes / 4}).base;
 #endif
-  return gated_delta::launch_forward(a, nullptr);
+  error = gated_delta::launch_forward(a, nullptr);
+  return error == cudaSuccess ? p.finish_packed(a, nullptr) : error;
 }
 
 #ifdef EMU_BACKWARD
@@ -570,6 +609,7 @@ std::string run_case(const Spec& spec, bool backward, const std::vector<int>& sc
   *detail = p.layouts();
   current = spec.describe() + *detail;
   emu::processors = spec.processors;
+  gated_delta::forward_kernels = spec.kernels;
   Dense want(p, false), size(p, true);
   bool referred = false;
   std::vector<std::vector<unsigned char>> first;
@@ -761,6 +801,46 @@ std::vector<Spec> tensor_cases(uint64_t seed) {
   return cases;
 }
 
+// Sequences packed along time: none, one or many steps long, steps that are nobody's, with and without states.
+std::vector<Spec> packed_cases(bool backward, uint64_t seed) {
+  const std::vector<std::vector<i64>> lists = {
+      {1}, {0, 0, 5, 0}, {17, 1, 1, 30, 2}, {64, 64}, {3, 130, 0, 0, 65, 1, 20}, {200, 300}, {600, 3, 0, 280}, {31, 33, 256, 1, 255, 257},
+      {8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8}, {60, 100, 5, 70, 90, 0, 33, 110, 64, 1, 50, 44}, {512, 0, 256}, {1500}};
+  struct Size { i64 H, K, V, group; };
+  const Size sizes[] = {{2, 16, 24, 2}, {1, 64, 64, 1}, {1, 7, 5, 1}, {1, 128, 40, 1}, {2, 32, 32, 1}, {1, 130, 20, 1}};
+  std::vector<Spec> cases;
+  Rng rng(seed + 2000);
+  for (const auto& list : lists)
+    for (const Size& z : sizes)
+      for (Dtype dtype : {Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat64})
+        for (bool states : {false, true}) {
+          Spec s;
+          s.lengths = list;
+          s.T = rng.chance(0.3) ? 1 + rng.below(100) : 0;
+          for (i64 length : list) s.T += length;
+          if (s.T > 700 && z.K * z.V > 3000 && rng.chance(0.5)) continue;
+          s.H = z.H;
+          s.K = z.K;
+          s.V = z.V;
+          s.group = z.group;
+          s.dtype = s.gate_dtype = dtype;
+          s.long_offsets = rng.chance(0.5);
+          if (states) {
+            s.has_initial = rng.chance(0.7);
+            s.wants_final = s.has_dfinal = !s.has_initial || rng.chance(0.5);
+            s.wants_dinitial = s.has_initial && rng.chance(0.7);
+          }
+          s.strided = rng.chance(0.3);
+          s.log_gate = rng.chance(0.25);
+          s.gates = static_cast<int>(rng.below(5));
+          s.processors = rng.pick<int>({132, 132, 1, 6});
+          if (!backward) s.kernels = rng.chance(0.6) ? gated_delta::Kernels::kTensorCores : gated_delta::Kernels::kSimt;
+          s.seed = rng.next() >> 34;
+          cases.push_back(s);
+        }
+  return cases;
+}
+
 // The decode step: every type of state, pools, padded slots, indices beyond the pool, any strides.
 int steps(uint64_t seed, int rounds, const std::string& dtype) {
   struct Types { Dtype dtype, gate, state; };
@@ -942,7 +1022,7 @@ int selftest() {
 int main(int argc, char** argv) {
   setvbuf(stdout, nullptr, _IOLBF, 0);
   const std::string what = argc > 1 ? argv[1] : "forward";
-  bool quick = false, tensor = false, verbose = false, all_orders = false, times = false;
+  bool quick = false, tensor = false, packed = false, verbose = false, all_orders = false, times = false;
   int shard = 0, shards = 1, rounds = -1, limit = 10;
   i64 only = -1;
   uint64_t seed = 1;
@@ -956,6 +1036,7 @@ int main(int argc, char** argv) {
     };
     if (a == "--quick") quick = true;
     else if (a == "--tensor") tensor = true;
+    else if (a == "--packed") packed = true;
     else if (a == "--verbose") verbose = true;
     else if (a == "--times") times = true;
     else if (a == "--all-orders") all_orders = true;
@@ -991,6 +1072,8 @@ int main(int argc, char** argv) {
     cases.insert(cases.end(), more.begin(), more.end());
   }
 #endif
+  const std::vector<Spec> more_packed = packed_cases(backward, seed);
+  cases.insert(cases.end(), more_packed.begin(), more_packed.end());
   int ran = 0, failed = 0;
   i64 mine = 0;
   const auto start = std::chrono::steady_clock::now();
@@ -1000,6 +1083,7 @@ int main(int argc, char** argv) {
     if (only >= 0 && n != only) continue;
     if (!dtype.empty() && dtype != name_of(s.dtype)) continue;
     if (tensor && s.segments == 0) continue;
+    if (packed && s.lengths.empty()) continue;
     if ((T >= 0 && s.T != T) || (K >= 0 && s.K != K) || (V >= 0 && s.V != V)) continue;
     if (only < 0 && quick && Rng(n).below(dtype.empty() && s.segments == 0 ? 8 : 4) != 0) continue;
     if (only < 0 && mine++ % shards != shard) continue;
