@@ -619,6 +619,7 @@ __global__ void __launch_bounds__(Traits::kMaxWarps * 32)
 
   Stretch<Traits> stretch;
   StatePack* published = reinterpret_cast<StatePack*>(shared_memory);
+  bool fresh = true;  // no step was made yet
   for (Index sweep_start = first; sweep_start < end; sweep_start += sweep_steps) {
     // ---- A: load.
     SimtTile<Traits> tile;
@@ -629,7 +630,7 @@ __global__ void __launch_bounds__(Traits::kMaxWarps * 32)
     } else {
       tile.template load<false>(p, batch, head, start, column, row_group, steps, columns);
     }
-    if (sweep_start == first && p.initial_state.data != nullptr) {
+    if (fresh && p.initial_state.data != nullptr) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         const Index row = row_of<Traits>(row_group, i);
@@ -641,6 +642,7 @@ __global__ void __launch_bounds__(Traits::kMaxWarps * 32)
         }
       }
     }
+    fresh = false;
     const bool marked = p.starts != nullptr && steps > 0;
     tile.finish_gate(p.log_gate, steps, marked ? starts_from(p.starts, start) : 0);
 
@@ -813,7 +815,7 @@ __global__ void __launch_bounds__(Traits::kMaxWarps * 32)
       for (int m = 0; m < kColumns; ++m) {
         if (!owns(i, m)) continue;
         Accum last = stretch.state[i][m];
-        if (first >= end) {  // a sequence without steps
+        if (fresh) {  // a sequence without steps
           last = 0;
           if (p.initial_state.data != nullptr)
             last = *element_of<const Accum>(p.initial_state, batch, head, row, Index(column + m));
