@@ -10,9 +10,11 @@ For every batch b and head h a state S of shape (K, V) walks over time:
     from gated_delta_jit import ModelNew, gated_delta
     y = ModelNew()(q, k, v, gate)                            # zero state, scale 1: the drop-in for the PyTorch loop
     y, S = gated_delta(q, k, v, gate, initial_state=S0, output_final_state=True)
+    y = gated_delta_step(q, k, v, gate, S)                   # one step of time, decoding: S changes in place
 
-q, k: (B, T, H, K); v: (B, T, H, V); gate: broadcastable to (B, T, H, V); y: (B, T, H, V); S: (B, H, K, V). Only
-products of gates are formed, never a quotient or a logarithm, so gates that are 0, tiny, negative or above 1 are exact.
+q, k: (B, T, H, K), or fewer heads, each shared by a group; v: (B, T, H, V); gate: broadcastable to (B, T, H, V);
+y: (B, T, H, V); S: (B, H, K, V). Only products of gates are formed, never a quotient or a logarithm, so gates that are
+0, tiny, negative or above 1 are exact.
 
 This file is all there is: it holds CUDA and C++ as text, compiles them on first import and loads them from a cache
 later. Read it from top to bottom:
@@ -20,7 +22,7 @@ later. Read it from top to bottom:
     SHARED_SOURCE   the structures that host and device exchange
     CUDA_SOURCE     kernels and their launch, free of torch, so that plain nvcc compiles what `--dump DIR` writes:
                     SIMT forward (small problems, any size and type), PTX in small named functions, tensor-core
-                    forward (large problems), SIMT backward, launching and the rules that choose
+                    forward (large problems), SIMT backward, decode step, launching and the rules that choose
     CPP_SOURCE      argument checks, the CPU kernel, registration as a torch operator, the short way in from Python
     Python          building and loading, `gated_delta`, `ModelNew`
 """
@@ -42,7 +44,7 @@ import time
 
 import torch
 
-__all__ = ["ModelNew", "gated_delta"]
+__all__ = ["ModelNew", "gated_delta", "gated_delta_step"]
 __version__ = "0.1.0"
 
 SHARED_SOURCE = r"""// ============================ The contract between host and device ============================
@@ -67,6 +69,7 @@ template <typename Index>
 struct Arguments {
   View<Index> q, k, v, gate, y;
   Index B = 0, T = 0, H = 0, K = 0, V = 0;
+  Index group = 1;                     // heads that share one head of q and k, one after the other
   Dtype dtype = Dtype::kFloat32;       // of q, k, v, y
   Dtype gate_dtype = Dtype::kFloat32;  // dtype, or float32 beside half-precision q, k, v
   bool log_gate = false;
@@ -75,6 +78,15 @@ struct Arguments {
   View<Index> final_state;    // data is null when it isn't asked for
   void* scratch = nullptr;    // forward_scratch_bytes(p) of it
   View<Index> partial;        // (B, T, H, V) sums in the state's type, see forward_needs_partial
+
+  // Packed sequences, B = 1. Sequence n has the steps from borders[n] to borders[n + 1] and the n-th
+  // initial and final state; or, where nobody asks for states, time is one row in which a bit of
+  // `starts` (step t: bit t % 32 of word t / 32) says that a step forgets what came before, and
+  // steps from *end on are nobody's.
+  Index sequences = 0;
+  const int64_t* borders = nullptr;
+  const uint32_t* starts = nullptr;
+  const int64_t* end = nullptr;
 };
 using Params = Arguments<int64_t>;
 
@@ -83,9 +95,26 @@ using Params = Arguments<int64_t>;
 struct Gradients {
   View<int64_t> dy;
   View<int64_t> dfinal_state;
-  View<int64_t> dq, dk, dv;  // q's dtype
+  View<int64_t> dq, dk, dv;  // q's dtype; dq and dk of each of H heads, not yet summed over groups
   View<int64_t> dgate;       // (B, T, H, V), see gate_gradient_dtype; not yet summed over broadcast axes
   View<int64_t> dinitial_state;  // the state's type
+};
+
+// One decode step: the operands are those of one step of time, axis 1 is unused; y is (B, H, V).
+struct StepParams {
+  View<int64_t> q, k, v, gate, y;
+  View<int64_t> state;  // (pool, H, K, V), read and written
+  int64_t B = 0, H = 0, K = 0, V = 0;
+  int64_t group = 1;  // heads that share one head of q and k
+  int64_t pool = 0;
+  Dtype dtype = Dtype::kFloat32;        // of q, k, v, y
+  Dtype gate_dtype = Dtype::kFloat32;   // dtype, or float32 beside half-precision q, k, v
+  Dtype state_dtype = Dtype::kFloat32;  // float32 (float64 beside float64), or dtype
+  bool log_gate = false;
+  bool long_indices = false;  // int64, not int32
+  double scale = 1.0;
+  const void* indices = nullptr;  // null: batch b has the pool's row b
+  int64_t index_stride = 0;
 };
 
 // Kernels that the forward takes: by a rule, or, for tests, SIMT ones alone or tensor cores wherever
@@ -186,6 +215,119 @@ __device__ __forceinline__ T* element_of(const View<Index>& view, Index a, Index
   return static_cast<T*>(view.data) + offset;
 }
 
+// Part of a packed sequence: where a grid in time with a line every 2^shift steps cuts it.
+struct Piece {
+  int64_t sequence;
+  int64_t start;
+  int64_t steps;
+  bool exists;
+  bool first;  // of its sequence
+  bool last;
+};
+
+// Every piece has a slot of its own: that of sequence n between lines c and c + 1 is n + c. Slots rise
+// with time, so there are at most sequences + T / 2^shift, and some remain empty. Borders that don't
+// rise give pieces that make no sense, but lie within [0, T].
+__device__ __forceinline__ Piece piece_of(const int64_t* borders, int64_t sequences, int shift,
+                                          int64_t slot) {
+  int64_t low = 0;
+  int64_t high = sequences - 1;
+  while (low < high) {
+    const int64_t middle = (low + high + 1) / 2;
+    if (middle + (borders[middle] >> shift) <= slot) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  const int64_t begin = borders[low];
+  const int64_t end = max(begin, borders[low + 1]);
+  const int64_t line = slot - low;
+  Piece piece;
+  piece.sequence = low;
+  piece.first = line == begin >> shift;
+  piece.last = end <= (line + 1) << shift;
+  piece.start = max(begin, line << shift);
+  piece.steps = max(min(end, (line + 1) << shift) - piece.start, int64_t{0});
+  piece.exists = piece.first || piece.steps > 0;
+  return piece;
+}
+
+// The sequence's first slot, and how many it has.
+__device__ __forceinline__ int64_t first_slot(const int64_t* borders, int shift, int64_t sequence) {
+  return sequence + (borders[sequence] >> shift);
+}
+__device__ __forceinline__ int64_t slots_of(const int64_t* borders, int shift, int64_t sequence) {
+  const int64_t begin = borders[sequence];
+  const int64_t end = borders[sequence + 1];
+  return end > begin ? ((end - 1) >> shift) - (begin >> shift) + 1 : 1;
+}
+
+// Bits of the sequences that start at step t, bit 0, and the steps after it, up to a word's end.
+template <typename Index>
+__device__ __forceinline__ uint32_t starts_from(const uint32_t* starts, Index t) {
+  return starts[t / 32] >> (t % 32);
+}
+
+// What offsets of any kind become: borders within [0, T], the first 0, and bits of `starts` if it
+// isn't null, with one at the last border too.
+__global__ void mark_sequences(const void* offsets, int64_t stride, bool is_long, int64_t sequences,
+                               int64_t steps, int64_t* borders, uint32_t* starts) {
+  const auto offset = [&](int64_t n) -> int64_t {
+    if (is_long) return static_cast<const int64_t*>(offsets)[n * stride];
+    return static_cast<const int32_t*>(offsets)[n * stride];
+  };
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t n = thread; n <= sequences; n += threads)
+    borders[n] = n == 0 ? 0 : min(max(offset(n), int64_t{0}), steps);
+  if (starts == nullptr) return;
+  for (int64_t t = thread; t < (steps + 31) / 32 * 32; t += threads) {
+    int64_t low = 0;  // of the first offset that isn't below t
+    int64_t high = sequences + 1;
+    while (low < high) {
+      const int64_t middle = (low + high) / 2;
+      if (offset(middle) < t) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    const bool starts_here = t == 0 || (low <= sequences && offset(low) == t);
+    const uint32_t word = __ballot_sync(~0u, starts_here);
+    if (t % 32 == 0) starts[t / 32] = word;
+  }
+}
+
+// An output of which steps that are nobody's have to be zero: (T, heads, channels) elements.
+struct Tail {
+  char* data = nullptr;
+  int64_t stride[3] = {0, 0, 0};  // in bytes
+  int64_t heads = 0;
+  int64_t channels = 0;
+  int element = 0;
+};
+struct Tails {
+  Tail at[4];
+};
+
+__global__ void clear_tails(const __grid_constant__ Tails tails, int64_t steps,
+                            const int64_t* end) {
+  const int64_t first = min(max(*end, int64_t{0}), steps);
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (const Tail& tail : tails.at) {
+    const int64_t row = tail.heads * tail.channels;
+    for (int64_t n = thread; n < (steps - first) * row; n += threads) {
+      char* const to = tail.data + (first + n / row) * tail.stride[0] +
+                       n % row / tail.channels * tail.stride[1] +
+                       n % tail.channels * tail.stride[2];
+      for (int byte = 0; byte < tail.element; byte += 2)
+        *reinterpret_cast<uint16_t*>(to + byte) = 0;
+    }
+  }
+}
+
 // ======================================= SIMT kernel ==========================================
 //
 // Exact for every size, dtype and stride; the fast one where time is short or heads are few.
@@ -283,7 +425,8 @@ struct SimtTile {
                                        int columns) {
     const int rows = static_cast<int>(p.K);
     const Index zero = 0;
-    load_rows<kWhole>(k_packs, element_of<const Element>(p.k, batch, start, head, zero), p.k,
+    const Index row_head = p.group == 1 ? head : head / p.group;
+    load_rows<kWhole>(k_packs, element_of<const Element>(p.k, batch, start, row_head, zero), p.k,
                       row_group, steps, rows);
     load_columns<kWhole>(values, element_of<const Element>(p.v, batch, start, head, column), p.v,
                          steps, columns);
@@ -294,7 +437,7 @@ struct SimtTile {
       load_gate<kWhole>(element_of<const float>(p.gate, batch, start, head, column), p.gate, steps,
                         columns);
     }
-    load_rows<kWhole>(q_packs, element_of<const Element>(p.q, batch, start, head, zero), p.q,
+    load_rows<kWhole>(q_packs, element_of<const Element>(p.q, batch, start, row_head, zero), p.q,
                       row_group, steps, rows);
   }
 
@@ -353,8 +496,9 @@ struct SimtTile {
     }
   }
 
-  // Gates become plain numbers; those of steps past the end become one.
-  __device__ __forceinline__ void finish_gate(bool log_gate, int steps) {
+  // Gates become plain numbers; those of steps past the end become one, those of sequences' first
+  // steps zero.
+  __device__ __forceinline__ void finish_gate(bool log_gate, int steps, uint32_t starts) {
     if (log_gate) {
 #pragma unroll
       for (int c = 0; c < kSteps; ++c) {
@@ -367,6 +511,13 @@ struct SimtTile {
       for (int c = 0; c < kSteps; ++c) {
 #pragma unroll
         for (int m = 0; m < kColumns; ++m) gate[c][m] = c < steps ? gate[c][m] : 1;
+      }
+    }
+    if (starts != 0) {
+#pragma unroll
+      for (int c = 0; c < kSteps; ++c) {
+#pragma unroll
+        for (int m = 0; m < kColumns; ++m) gate[c][m] = starts >> c & 1 ? 0 : gate[c][m];
       }
     }
   }
@@ -456,19 +607,30 @@ __global__ void __launch_bounds__(Traits::kMaxWarps * 32)
     for (int m = 0; m < kColumns; ++m) carry[i][m] = 0;
   }
 
+  // Of packed sequences each is a batch of its own.
+  Index first = 0;
+  Index end = p.T;
+  if (p.borders != nullptr) {
+    first = static_cast<Index>(p.borders[batch]);
+    end = static_cast<Index>(p.borders[batch + 1]);
+  } else if (p.end != nullptr) {
+    end = static_cast<Index>(*p.end);
+  }
+
   Stretch<Traits> stretch;
   StatePack* published = reinterpret_cast<StatePack*>(shared_memory);
-  for (Index sweep_start = 0; sweep_start < p.T; sweep_start += sweep_steps) {
+  bool fresh = true;  // no step was made yet
+  for (Index sweep_start = first; sweep_start < end; sweep_start += sweep_steps) {
     // ---- A: load.
     SimtTile<Traits> tile;
     const Index start = sweep_start + (warp * Traits::kTimeGroups + time_group) * kSteps;
-    const int steps = static_cast<int>(min(max(p.T - start, Index{0}), Index{kSteps}));
+    const int steps = static_cast<int>(min(max(end - start, Index{0}), Index{kSteps}));
     if (Traits::kPacked && steps == kSteps) {
       tile.template load<true>(p, batch, head, start, column, row_group, steps, columns);
     } else {
       tile.template load<false>(p, batch, head, start, column, row_group, steps, columns);
     }
-    if (sweep_start == 0 && p.initial_state.data != nullptr) {
+    if (fresh && p.initial_state.data != nullptr) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         const Index row = row_of<Traits>(row_group, i);
@@ -480,7 +642,9 @@ __global__ void __launch_bounds__(Traits::kMaxWarps * 32)
         }
       }
     }
-    tile.finish_gate(p.log_gate, steps);
+    fresh = false;
+    const bool marked = p.starts != nullptr && steps > 0;
+    tile.finish_gate(p.log_gate, steps, marked ? starts_from(p.starts, start) : 0);
 
     if (time_parallel) {
       // ---- B: the lane's own stretch. A value enters at step c and decays through the later ones.
@@ -574,7 +738,7 @@ __global__ void __launch_bounds__(Traits::kMaxWarps * 32)
       };
       fold(0, warp);
       stretch.apply_to(carry);
-      if (sweep_start + sweep_steps < p.T) fold(warp, warps);
+      if (sweep_start + sweep_steps < end) fold(warp, warps);
       const int half = warps * kStatePacks * kStateLanes;
       published += published == reinterpret_cast<StatePack*>(shared_memory) ? half : -half;
     } else {
@@ -649,9 +813,14 @@ __global__ void __launch_bounds__(Traits::kMaxWarps * 32)
       const Index row = row_of<Traits>(row_group, i);
 #pragma unroll
       for (int m = 0; m < kColumns; ++m) {
-        if (owns(i, m))
-          *element_of<Accum>(p.final_state, batch, head, row, Index(column + m)) =
-              stretch.state[i][m];
+        if (!owns(i, m)) continue;
+        Accum last = stretch.state[i][m];
+        if (fresh) {  // a sequence without steps
+          last = 0;
+          if (p.initial_state.data != nullptr)
+            last = *element_of<const Accum>(p.initial_state, batch, head, row, Index(column + m));
+        }
+        *element_of<Accum>(p.final_state, batch, head, row, Index(column + m)) = last;
       }
     }
   }
@@ -1015,7 +1184,8 @@ constexpr int kMostSharedBytes = 227 * 1024;
 constexpr int kFewestStages = 4;
 
 struct TensorLaunch {
-  int64_t segments = 1;       // of time, one block each
+  int64_t segments = 1;       // of time, one block each; of packed sequences: slots of pieces
+  int shift = 0;              // of those pieces
   int64_t segment_steps = 0;  // a multiple of kSteps
   int64_t tiles = 1;          // of columns
   int stages = 0;             // chunks in shared memory
@@ -1723,7 +1893,7 @@ __device__ __forceinline__ View<int64_t> segment_states(const Params& p, const T
   View<int64_t> view;
   view.data = launch.states + segment * p.K * p.V;
   view.stride[1] = launch.segments * p.K * p.V;
-  view.stride[0] = p.H * view.stride[1];
+  view.stride[0] = p.borders == nullptr ? p.H * view.stride[1] : 0;
   view.stride[2] = p.V;
   view.stride[3] = 1;
   return view;
@@ -1811,6 +1981,11 @@ struct TensorOwner {
   int part;              // of the state's rows
   int columns;           // 16 of the block's
   int64_t column;
+  int64_t start;  // of its steps
+  int64_t steps;
+  bool exists = true;
+  bool first;  // of the segments of its batch or sequence
+  bool last;
 
   __device__ __forceinline__ TensorOwner(const Params& p, const TensorLaunch& launch,
                                          uint32_t block, uint32_t thread) {
@@ -1823,6 +1998,21 @@ struct TensorOwner {
     pair = block / launch.tiles / launch.segments;
     batch = pair / p.H;
     head = pair % p.H;
+    if (p.borders == nullptr) {
+      start = segment * launch.segment_steps;
+      steps = min(p.T - start, launch.segment_steps);
+      if (p.end != nullptr) steps = max(min(steps, *p.end - start), int64_t{0});
+      first = segment == 0;
+      last = segment + 1 == launch.segments;
+    } else {
+      const Piece piece = piece_of(p.borders, p.sequences, launch.shift, segment);
+      batch = piece.sequence;
+      start = piece.start;
+      steps = piece.steps;
+      exists = piece.exists;
+      first = piece.first;
+      last = piece.last;
+    }
     first_column = tile * Traits::kColumns;
     part = Traits::kParts == 1 ? 0 : warp / Traits::kGroups;
     columns = Traits::kParts == 1 ? warp : warp % Traits::kGroups;
@@ -1891,6 +2081,35 @@ struct Checkpoints {
 // what each part of the state gives to the other one's tile. So a chunk's outputs leave one turn
 // after the state has passed it.
 
+// Of a sequence without steps: it ends as it begins.
+template <class Traits>
+__device__ __forceinline__ void copy_state(const Params& p, const TensorOwner<Traits>& owner) {
+  if (p.final_state.data == nullptr) return;
+  for (int64_t n = threadIdx.x; n < p.K * Traits::kColumns; n += Traits::kThreads) {
+    const int64_t row = n / Traits::kColumns;
+    const int64_t column = owner.first_column + n % Traits::kColumns;
+    if (column >= p.V) continue;
+    float state = 0;
+    if (p.initial_state.data != nullptr)
+      state = *element_of<const float>(p.initial_state, owner.batch, owner.head, row, column);
+    *element_of<float>(p.final_state, owner.batch, owner.head, row, column) = state;
+  }
+}
+
+// Steps of a segment before its last word of `starts` that has a bit.
+__device__ __forceinline__ int forgotten_steps(const uint32_t* starts, int64_t start, int steps) {
+  const int64_t first_word = start / 32;
+  for (int64_t word = (start + steps - 1) / 32; word >= first_word; word -= 32) {
+    const int64_t own = word - threadIdx.x % 32;
+    bool found = own >= first_word && starts[own] != 0;
+    // Bits outside the segment, in a word that it has a part of, don't count.
+    if (found && (own * 32 < start || own * 32 + 32 > start + steps)) found = false;
+    const uint32_t all = __ballot_sync(~0u, found);
+    if (all != 0) return static_cast<int>((word - (__ffs(all) - 1)) * 32 - start);
+  }
+  return 0;
+}
+
 template <class Traits, Walk kWalk>
 __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch& launch) {
   constexpr bool kStateOnly = kWalk != Walk::kOutputs;
@@ -1915,7 +2134,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
   // ---- Who owns what.
   const TensorOwner<Traits> owner(p, launch, blockIdx.x, threadIdx.x);
   const bool ends_only = kStateOnly && launch.checkpoints == nullptr;
-  if (ends_only && owner.segment + 1 == launch.segments) return;  // nobody asks how it ends
+  if (!owner.exists || (ends_only && owner.last)) return;  // nobody asks how it ends
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int group = lane / 4;
@@ -1925,10 +2144,20 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
   const int64_t segment = owner.segment;
   const int64_t batch = owner.batch;
   const int64_t head = owner.head;
-  const int64_t start = (kBack ? launch.segments - 1 - segment : segment) * launch.segment_steps;
+  int64_t start = kBack ? (launch.segments - 1 - segment) * launch.segment_steps : owner.start;
   const int64_t first_column = owner.first_column;
   const int64_t column = owner.column;
-  const int steps = static_cast<int>(min(p.T - start, launch.segment_steps));
+  int steps = static_cast<int>(kBack ? min(p.T - start, launch.segment_steps) : owner.steps);
+  if (steps == 0) {
+    copy_state<Traits>(p, owner);
+    return;
+  }
+  if (ends_only && !kBack && p.starts != nullptr) {
+    // What comes before the segment's last start is forgotten at its end.
+    const int forgotten = forgotten_steps(p.starts, start, steps) / kSteps * kSteps;
+    start += forgotten;
+    steps -= forgotten;
+  }
   const int chunks = (steps + kSteps - 1) / kSteps;
   // Chunks are counted in the order of the walk. Where in time does one lie?
   const auto place_in_time = [&](int chunk) { return kBack ? chunks - 1 - chunk : chunk; };
@@ -1942,8 +2171,9 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
   const int64_t load_from = start + place_in_time(0) * kSteps;
   using RowLoader =
       TileLoader<Element, typename Traits::RowTile, Traits::kRows, kSteps, kThreads, kBack>;
-  RowLoader load_q(p.q, batch, load_from, head, 0, p.K);
-  RowLoader load_k(p.k, batch, load_from, head, 0, p.K);
+  const int64_t row_head = p.group == 1 ? head : head / p.group;
+  RowLoader load_q(p.q, batch, load_from, row_head, 0, p.K);
+  RowLoader load_k(p.k, batch, load_from, row_head, 0, p.K);
   TileLoader<Element, typename Traits::ColumnTile, Traits::kColumns, kSteps, kThreads, kBack>
       load_v(p.v, batch, load_from, head, first_column, p.V);
   TileLoader<Gate, typename Traits::GateTile, Traits::kColumns, kSteps, kThreads, kBack> load_gate(
@@ -1976,7 +2206,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
   // ---- The state before the first step.
   float state[2 * kOwnSixteens][4];
   View<int64_t> before = p.initial_state;
-  if (launch.segments > 1) before = segment_states(p, launch, segment);
+  if (!owner.first || !owner.last) before = segment_states(p, launch, segment);
 #pragma unroll
   for (int n = 0; n < 2 * kOwnSixteens; ++n) {
 #pragma unroll
@@ -2016,7 +2246,8 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
     gate_fragments.load(tile.gate, unused, stage + kOfGate + u * Traits::kGateTile);
     value_fragments.load(tile.value, tile.plain, stage + kOfV + u * Traits::kColumnTile);
   };
-  // Past the end a gate leaves the state as it is. `left`: steps from the tile's first on.
+  // Past the end a gate leaves the state as it is, at a sequence's first step it forgets it. `left`:
+  // steps from the tile's first on.
   const auto finish_gates = [&](TimeTile<Traits>& tile, int left) {
     if (p.log_gate) {
 #pragma unroll
@@ -2030,6 +2261,13 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       float& gate = tile.gate[n / 4][n / 2 % 2][n % 2];
       gate = 4 * quad + n / 4 * 2 + n % 2 < left ? gate : 1.0f;
     }
+    if (p.starts != nullptr && left > 0) {
+      const uint32_t bits = starts_from(p.starts, start + steps - left) >> 4 * quad;
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        if (bits >> (n / 4 * 2 + n % 2) & 1) tile.gate[n / 4][n / 2 % 2][n % 2] = 0;
+      }
+    }
   };
   // Both, of as many tiles from u on.
   const auto load_gates = [&](auto& tiles, int u, int chunk, uint32_t stage) {
@@ -2037,7 +2275,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
     const int left = steps - place_in_time(chunk) * kSteps - u * 16;
 #pragma unroll
     for (int n = 0; n < kCount; ++n) load_tile(tiles[n], u + n, stage);
-    if (__builtin_expect(p.log_gate || left < 16 * kCount, 0)) {
+    if (__builtin_expect(p.log_gate || p.starts != nullptr || left < 16 * kCount, 0)) {
 #pragma unroll
       for (int n = 0; n < kCount; ++n) finish_gates(tiles[n], left - 16 * n);
     }
@@ -2636,7 +2874,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
   View<int64_t> after = p.final_state;
   if (ends_only) {
     after = segment_states(p, launch, end.segment);
-  } else if (end.segment + 1 < launch.segments) {
+  } else if (!end.last) {
     return;
   }
   if (after.data == nullptr) return;
@@ -2676,22 +2914,30 @@ __global__ void join_segments(const __grid_constant__ Params p,
                               const __grid_constant__ TensorLaunch launch) {
   const int64_t elements = p.K * p.V;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (thread >= p.B * p.H * elements) return;
+  if (thread >= (p.borders == nullptr ? p.B : p.sequences) * p.H * elements) return;
   const int64_t pair = thread / elements;
   const int64_t row = thread % elements / p.V;
   const int64_t column = thread % p.V;
-  float* states = launch.states + pair * launch.segments * elements + row * p.V + column;
-  const float* decays = launch.decays + pair * launch.segments * p.V + column;
+  int64_t first = pair * launch.segments;
+  int64_t segments = launch.segments;
+  if (p.borders != nullptr) {
+    const int64_t sequence = pair / p.H;
+    first = pair % p.H * launch.segments + first_slot(p.borders, launch.shift, sequence);
+    segments = slots_of(p.borders, launch.shift, sequence);
+    if (segments == 1) return;
+  }
+  float* states = launch.states + first * elements + row * p.V + column;
+  const float* decays = launch.decays + first * p.V + column;
   float state = 0;
   if (p.initial_state.data != nullptr)
     state = *element_of<const float>(p.initial_state, pair / p.H, pair % p.H, row, column);
 #pragma unroll 4
-  for (int64_t segment = 0; segment + 1 < launch.segments; ++segment) {
+  for (int64_t segment = 0; segment + 1 < segments; ++segment) {
     const float end = fmaf(decays[segment * p.V], state, states[segment * elements]);
     states[segment * elements] = state;
     state = end;
   }
-  states[(launch.segments - 1) * elements] = state;
+  states[(segments - 1) * elements] = state;
 }
 
 // ===================================== SIMT backward ==========================================
@@ -2715,6 +2961,7 @@ template <typename Index>
 struct BackwardArguments {
   View<Index> k, v, gate, q, dy;
   Index T = 0, H = 0, K = 0, V = 0;
+  Index group = 1;  // heads that share one head of q and k
   bool log_gate = false;
   bool packed = false;                 // operands move in packs along the last axis
   Dtype dtype = Dtype::kFloat32;       // of q, k, v, dy, dq, dk, dv
@@ -2722,13 +2969,18 @@ struct BackwardArguments {
   double scale = 1.0;
   View<Index> initial_state, dfinal_state;
   View<Index> dv, dgate, dq, dk, dinitial_state;
+  Index sequences = 0;  // packed, as in Arguments
+  const int64_t* borders = nullptr;
+  const uint32_t* starts = nullptr;
+  const int64_t* end = nullptr;
 };
 
 // A launch of one kind of block: which part of the summed axis it covers, and where sweeps lie.
 struct BackwardLaunch {
   Slice slice;
-  int64_t sweeps = 1;
+  int64_t sweeps = 1;  // of packed sequences: slots of pieces
   int64_t sweep_steps = 0;
+  int shift = 0;      // of those pieces
   int64_t batch = 0;  // at which this grid begins
   int64_t tile = 0;
   void* states = nullptr;    // (B, H, sweeps, K, V): what precedes each sweep
@@ -2898,6 +3150,9 @@ struct BackwardLane {
   int warp, warps, sum_group, time_group, state_lane;
   Index batch, head, sweep, owned, start;  // `owned`: first index of the lane's own axis
   int steps;
+  bool exists = true;   // the sweep
+  bool begins = true;   // it is the first of its batch or sequence
+  uint32_t starts = 0;  // bits of sequences that start at the lane's steps
 
   Accum k[kSteps][kRowCount];
   Accum q[kSteps][kRowCount];
@@ -2945,10 +3200,24 @@ struct BackwardLane {
       head = blockIdx.x / launch.sweeps;
       sweep = blockIdx.x % launch.sweeps;
       batch = launch.batch + blockIdx.y;
-      start += sweep * launch.sweep_steps;
-      end = min(end, (sweep + 1) * launch.sweep_steps);
+      if (p.borders == nullptr) {
+        if (p.end != nullptr) end = min(end, *p.end);
+        start += sweep * launch.sweep_steps;
+        end = min(end, (sweep + 1) * launch.sweep_steps);
+        begins = sweep == 0;
+      } else {
+        const Piece piece = piece_of(p.borders, p.sequences, launch.shift, sweep);
+        batch = piece.sequence;
+        start += piece.start;
+        end = piece.start + piece.steps;
+        exists = piece.exists;
+        begins = piece.first;
+      }
     }
     steps = static_cast<int>(min(max(end - start, Index{0}), Index{kSteps}));
+    if constexpr (!Traits::kSmall) {
+      if (p.starts != nullptr && steps > 0) starts = starts_from(p.starts, start);
+    }
   }
 
   // Loads along the axis of rows (q, k) or that of columns (v, gate, dy).
@@ -2961,6 +3230,7 @@ struct BackwardLane {
     const int group = kOwnAxis ? 0 : sum_group;
     const int groups = kOwnAxis ? 1 : Traits::kSumGroups;
     const Index count = (kRowAxis ? p.K : p.V) - channel;
+    const Index head = kRowAxis && p.group != 1 ? this->head / p.group : this->head;
     if constexpr (Traits::kSmall) {
       const float* first = element_of<const float>(view, batch, start, head, channel);
       load_packs<kWhole>(out, view, first, group, groups, steps, count, false);
@@ -2998,7 +3268,7 @@ struct BackwardLane {
     }
   }
 
-  // Gates become plain numbers, those of steps past the end one.
+  // Gates become plain numbers, those of steps past the end one, those of sequences' first steps zero.
   __device__ __forceinline__ void finish_gate(const Arguments& p) {
     if (p.log_gate) {
 #pragma unroll
@@ -3012,6 +3282,13 @@ struct BackwardLane {
       for (int c = 0; c < kSteps; ++c) {
 #pragma unroll
         for (int n = 0; n < kColumnCount; ++n) gate[c][n] = c < steps ? gate[c][n] : 1;
+      }
+    }
+    if (!Traits::kSmall && starts != 0) {
+#pragma unroll
+      for (int c = 0; c < kSteps; ++c) {
+#pragma unroll
+        for (int n = 0; n < kColumnCount; ++n) gate[c][n] = starts >> c & 1 ? 0 : gate[c][n];
       }
     }
   }
@@ -3130,13 +3407,20 @@ struct BackwardLane {
     }
   }
 
+  // Of (batch, head) and sweep; a slot belongs to one sequence.
+  __device__ __forceinline__ int64_t block_of(const Arguments& p,
+                                              const BackwardLaunch& launch) const {
+    const int64_t pair = p.borders == nullptr ? batch * p.H + head : head;
+    return pair * launch.sweeps + sweep;
+  }
+
   // Element (a, b) of the lane in a (B, H, sweeps, K, V) buffer of the whole problem; null outside.
   __device__ __forceinline__ Accum* in_sweeps(void* buffer, const Arguments& p,
                                               const BackwardLaunch& launch, int a, int b) const {
     const int64_t row = row_of(a, b);
     const int64_t column = column_of(a, b);
     if (row >= p.K || column >= p.V) return nullptr;
-    const int64_t block = (batch * p.H + head) * launch.sweeps + sweep;
+    const int64_t block = block_of(p, launch);
     return static_cast<Accum*>(buffer) +
            (block * launch.all_rows + launch.row + row) * launch.all_columns + launch.column +
            column;
@@ -3151,6 +3435,7 @@ __global__ void __launch_bounds__(kBackwardWarps * 32, 1)
   using Accum = typename Traits::Accum;
   extern __shared__ __align__(16) unsigned char shared_memory[];
   BackwardLane<Traits> lane(p, launch, launch.tile + blockIdx.z);
+  if (!lane.exists) return;
   lane.load(p);
   lane.finish_gate(p);
   lane.summarize(static_cast<Accum>(p.scale));
@@ -3183,7 +3468,7 @@ __global__ void __launch_bounds__(kBackwardWarps * 32, 1)
       product *= reinterpret_cast<Accum*>(
           shared_memory)[(at * Traits::kWords + b) * Traits::kStateLanes + lane.state_lane];
     }
-    const int64_t block = (lane.batch * p.H + lane.head) * launch.sweeps + lane.sweep;
+    const int64_t block = lane.block_of(p, launch);
     static_cast<Accum*>(launch.decays)[block * launch.all_columns + launch.column + column] =
         product;
   }
@@ -3202,24 +3487,27 @@ __global__ void chain_sweeps(const __grid_constant__ BackwardArguments<int64_t> 
   const int64_t column = thread % p.V;
   const int64_t batch = pair / p.H;
   const int64_t head = pair % p.H;
-  Accum* states =
-      static_cast<Accum*>(launch.states) + pair * launch.sweeps * elements + row * p.V + column;
-  Accum* flows =
-      static_cast<Accum*>(launch.flows) + pair * launch.sweeps * elements + row * p.V + column;
-  const Accum* decays =
-      static_cast<const Accum*>(launch.decays) + pair * launch.sweeps * p.V + column;
+  int64_t first = pair * launch.sweeps;
+  int64_t sweeps = launch.sweeps;
+  if (p.borders != nullptr) {
+    first = head * launch.sweeps + first_slot(p.borders, launch.shift, batch);
+    sweeps = slots_of(p.borders, launch.shift, batch);
+  }
+  Accum* states = static_cast<Accum*>(launch.states) + first * elements + row * p.V + column;
+  Accum* flows = static_cast<Accum*>(launch.flows) + first * elements + row * p.V + column;
+  const Accum* decays = static_cast<const Accum*>(launch.decays) + first * p.V + column;
   Accum state = 0;
   Accum flow = 0;
   if (p.initial_state.data != nullptr)
     state = *element_of<const Accum>(p.initial_state, batch, head, row, column);
   if (p.dfinal_state.data != nullptr)
     flow = *element_of<const Accum>(p.dfinal_state, batch, head, row, column);
-  for (int64_t sweep = 0; sweep < launch.sweeps; ++sweep) {
+  for (int64_t sweep = 0; sweep < sweeps; ++sweep) {
     const Accum end = multiply_add(decays[sweep * p.V], state, states[sweep * elements]);
     states[sweep * elements] = state;
     state = end;
   }
-  for (int64_t sweep = launch.sweeps - 1; sweep >= 0; --sweep) {
+  for (int64_t sweep = sweeps - 1; sweep >= 0; --sweep) {
     const Accum start = multiply_add(decays[sweep * p.V], flow, flows[sweep * elements]);
     flows[sweep * elements] = flow;
     flow = start;
@@ -3238,6 +3526,7 @@ __device__ __forceinline__ void backward_tile(const BackwardArguments<typename T
   constexpr int kOwned = Traits::kOwned;
   extern __shared__ __align__(16) unsigned char shared_memory[];
   BackwardLane<Traits> lane(p, launch, tile);
+  if (!Traits::kSmall && !lane.exists) return;
   lane.load(p);
 
   // ---- The state before the lane's steps, and what flows back into their last.
@@ -3312,7 +3601,7 @@ __device__ __forceinline__ void backward_tile(const BackwardArguments<typename T
   }
 
   // ---- The gradient of the initial state is what flows out of the first step.
-  if (Traits::kColumns && p.dinitial_state.data != nullptr && lane.sweep == 0 && lane.warp == 0 &&
+  if (Traits::kColumns && p.dinitial_state.data != nullptr && lane.begins && lane.warp == 0 &&
       lane.time_group == 0) {
 #pragma unroll
     for (int a = 0; a < kSummed; ++a) {
@@ -3354,6 +3643,9 @@ __device__ __forceinline__ void backward_tile(const BackwardArguments<typename T
           *partial = *total;
           continue;
         }
+      }
+      if (!Traits::kSmall && Traits::kColumns && which == 1) {
+        if (lane.starts >> flat / kOwned & 1) *total = 0;  // nothing comes before it
       }
       if (Traits::kColumns && which == 1 && p.log_gate) {
 #pragma unroll
@@ -4059,8 +4351,9 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
   {
     using RowLoader =
         TileLoader<Element, RowTile, Traits::kChannels, Traits::kSteps, Traits::kThreads>;
-    RowLoader load_q(p.q, batch, start, head, 0, p.K);
-    RowLoader load_k(p.k, batch, start, head, 0, p.K);
+    const int row_head = head / static_cast<int>(p.group);
+    RowLoader load_q(p.q, batch, start, row_head, 0, p.K);
+    RowLoader load_k(p.k, batch, start, row_head, 0, p.K);
     load_q.start(shared, steps);
     load_k.start(shared + Traits::kOfK, steps);
     commit_copies();
@@ -4493,6 +4786,147 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   }
 }
 
+// ======================================= Decode step ==========================================
+//
+// One step of time is bound by memory: the state is read and written once, everything else is tiny.
+// A block owns kColumnLanes packs of 16 bytes of one (batch, head)'s columns and all its rows; a
+// thread starts the loads of kRows rows before it waits for anything. The sum over rows runs over a
+// thread's own, then the warp's row lanes by shuffles, then the warps in shared memory.
+
+constexpr int kStepThreads = 256;
+constexpr int kStepRows = 128;  // that a block holds at once
+
+// Which row of the pool belongs to a batch; -1 for none.
+__device__ __forceinline__ int64_t pool_row(const StepParams& p, int64_t batch) {
+  if (p.indices == nullptr) return batch;
+  const int64_t at = batch * p.index_stride;
+  return p.long_indices ? static_cast<const int64_t*>(p.indices)[at]
+                        : static_cast<const int32_t*>(p.indices)[at];
+}
+
+// kPacked: rows of the state consist of whole aligned packs.
+template <typename State, int kColumnLanes, bool kPacked>
+__global__ void __launch_bounds__(kStepThreads)
+    decode_step(const __grid_constant__ StepParams p, int64_t first_block) {
+  using Accum = std::conditional_t<sizeof(State) == 8, double, float>;
+  constexpr int kPack = 16 / sizeof(State);
+  constexpr int kTile = kColumnLanes * kPack;
+  constexpr int kRowLanes = kStepThreads / kColumnLanes;
+  constexpr int kRows = kStepRows / kRowLanes;
+  constexpr int kWarps = kStepThreads / 32;
+  static_assert(kTile <= kStepThreads, "a thread writes one column of y");
+  __shared__ Accum keys[kStepRows];
+  __shared__ Accum queries[kStepRows];
+  __shared__ Accum sums[kWarps][kTile];
+
+  const int64_t tiles = (p.V + kTile - 1) / kTile;
+  const int64_t block = first_block + blockIdx.x;
+  const int64_t tile = block % tiles * kTile;
+  const int64_t head = block / tiles % p.H;
+  const int64_t batch = block / tiles / p.H;
+  const int64_t row_head = head / p.group;
+  const int column_lane = threadIdx.x % kColumnLanes;
+  const int row_lane = threadIdx.x / kColumnLanes;
+  const int64_t column = tile + column_lane * kPack;
+  const int64_t pool_at = pool_row(p, batch);
+
+  if (pool_at < 0 || pool_at >= p.pool) {
+    // A padded slot; an index beyond the pool is an error that nobody can raise here.
+    if (threadIdx.x < kTile && tile + threadIdx.x < p.V) {
+      const Accum number = pool_at < 0 ? Accum{0} : static_cast<Accum>(NAN);
+      write_number(p.y.data, offset_of<int64_t>(p.y, batch, 0, head, tile + threadIdx.x), p.dtype,
+                   number);
+    }
+    return;
+  }
+
+  State* const state = element_of<State, int64_t>(p.state, pool_at, head, 0, column);
+  Accum y[kPack] = {};
+  Accum value[kPack];
+  Accum gate[kPack];
+  for (int64_t first = 0; first < p.K; first += kStepRows) {
+    // ---- Everything is on its way before anything is used.
+    Pack<State, kPack> packs[kRows];
+#pragma unroll
+    for (int n = 0; n < kRows; ++n) {
+      const int64_t row = first + n * kRowLanes + row_lane;
+      packs[n] = Pack<State, kPack>{};
+      if constexpr (kPacked) {
+        if (row < p.K && column < p.V)
+          packs[n] = *reinterpret_cast<const Pack<State, kPack>*>(state + row * p.state.stride[2]);
+      } else {
+#pragma unroll
+        for (int m = 0; m < kPack; ++m) {
+          if (row < p.K && column + m < p.V)
+            packs[n].at[m] = state[row * p.state.stride[2] + m * p.state.stride[3]];
+        }
+      }
+    }
+    if (first == 0) {
+#pragma unroll
+      for (int m = 0; m < kPack; ++m) {
+        const int64_t at = column + m < p.V ? column + m : p.V - 1;
+        value[m] =
+            read_number<Accum>(p.v.data, offset_of<int64_t>(p.v, batch, 0, head, at), p.dtype);
+        gate[m] = read_number<Accum>(p.gate.data, offset_of<int64_t>(p.gate, batch, 0, head, at),
+                                     p.gate_dtype);
+        if (p.log_gate) gate[m] = exponential(gate[m]);
+      }
+    } else {
+      __syncthreads();
+    }
+    if (threadIdx.x < 2 * kStepRows) {
+      const int row = threadIdx.x % kStepRows;
+      const View<int64_t>& view = threadIdx.x < kStepRows ? p.k : p.q;
+      Accum number = 0;
+      if (first + row < p.K)
+        number = read_number<Accum>(
+            view.data, offset_of<int64_t>(view, batch, 0, row_head, first + row), p.dtype);
+      (threadIdx.x < kStepRows ? keys : queries)[row] = number;
+    }
+    __syncthreads();
+
+    // ---- The step itself, and the state back to where it was.
+#pragma unroll
+    for (int n = 0; n < kRows; ++n) {
+      const int local = n * kRowLanes + row_lane;
+      const int64_t row = first + local;
+#pragma unroll
+      for (int m = 0; m < kPack; ++m) {
+        const Accum now = multiply_add(gate[m], to_accum(packs[n].at[m]), keys[local] * value[m]);
+        y[m] = multiply_add(queries[local], now, y[m]);
+        packs[n].at[m] = from_accum<State>(now);
+      }
+      if constexpr (kPacked) {
+        if (row < p.K && column < p.V)
+          *reinterpret_cast<Pack<State, kPack>*>(state + row * p.state.stride[2]) = packs[n];
+      } else {
+#pragma unroll
+        for (int m = 0; m < kPack; ++m) {
+          if (row < p.K && column + m < p.V)
+            state[row * p.state.stride[2] + m * p.state.stride[3]] = packs[n].at[m];
+        }
+      }
+    }
+  }
+
+  // ---- Sum over rows, in one order always.
+#pragma unroll
+  for (int m = 0; m < kPack; ++m) {
+#pragma unroll
+    for (int distance = kColumnLanes; distance < 32; distance *= 2)
+      y[m] += __shfl_xor_sync(~0u, y[m], distance);
+    if (threadIdx.x % 32 < kColumnLanes) sums[threadIdx.x / 32][column_lane * kPack + m] = y[m];
+  }
+  __syncthreads();
+  if (threadIdx.x >= kTile || tile + threadIdx.x >= p.V) return;
+  Accum total = 0;
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) total += sums[warp][threadIdx.x];
+  write_number(p.y.data, offset_of<int64_t>(p.y, batch, 0, head, tile + threadIdx.x), p.dtype,
+               total * static_cast<Accum>(p.scale));
+}
+
 // ====================================== Launching =============================================
 
 constexpr int64_t kMaxGridX = INT32_MAX;
@@ -4518,16 +4952,17 @@ View<int64_t> skip(View<int64_t> view, int element_size, int64_t a, int64_t b, i
   return view;
 }
 
-// The part of a problem that starts at the given batch, head and column.
+// The part of a problem that starts at the given batch, head (the first of a group) and column.
 Params skip(Params p, int64_t batch, int64_t head, int64_t column) {
   const int element = size_of(p.dtype);
   const int accum = p.dtype == Dtype::kFloat64 ? 8 : 4;
-  p.q = skip(p.q, element, batch, 0, head, 0);
-  p.k = skip(p.k, element, batch, 0, head, 0);
+  p.q = skip(p.q, element, batch, 0, head / p.group, 0);
+  p.k = skip(p.k, element, batch, 0, head / p.group, 0);
   p.v = skip(p.v, element, batch, 0, head, column);
   p.gate = skip(p.gate, size_of(p.gate_dtype), batch, 0, head, column);
   p.y = skip(p.y, element, batch, 0, head, column);
   p.partial = skip(p.partial, accum, batch, 0, head, column);
+  if (p.borders != nullptr) p.borders += batch;
   p.initial_state = skip(p.initial_state, accum, batch, head, 0, column);
   p.final_state = skip(p.final_state, accum, batch, head, 0, column);
   p.B -= batch;
@@ -4569,6 +5004,7 @@ Arguments<Index> convert(const Params& from) {
   to.H = static_cast<Index>(from.H);
   to.K = static_cast<Index>(from.K);
   to.V = static_cast<Index>(from.V);
+  to.group = static_cast<Index>(from.group);
   to.dtype = from.dtype;
   to.gate_dtype = from.gate_dtype;
   to.log_gate = from.log_gate;
@@ -4576,6 +5012,10 @@ Arguments<Index> convert(const Params& from) {
   to.initial_state = convert<Index>(from.initial_state);
   to.final_state = convert<Index>(from.final_state);
   to.partial = convert<Index>(from.partial);
+  to.sequences = static_cast<Index>(from.sequences);
+  to.borders = from.borders;
+  to.starts = from.starts;
+  to.end = from.end;
   return to;
 }
 
@@ -4627,11 +5067,12 @@ cudaError_t launch_simt(const Params& p, Slice slice, int64_t max_warps, cudaStr
   const int shared =
       2 * warps * Traits::kStateWords * Traits::kStateLanes * sizeof(typename Traits::Accum);
   // Once, unless a problem is larger than a grid can be.
+  const int64_t max_heads = kMaxGridX - kMaxGridX % p.group;
   for (int64_t batch = 0; batch < p.B; batch += kMaxGridYZ) {
-    for (int64_t head = 0; head < p.H; head += kMaxGridX) {
+    for (int64_t head = 0; head < p.H; head += max_heads) {
       for (int64_t tile = 0; tile < tiles; tile += kMaxGridYZ) {
         const Params rest = skip(p, batch, head, tile * Traits::kTileColumns);
-        const dim3 grid(std::min(rest.H, kMaxGridX), std::min(rest.B, kMaxGridYZ),
+        const dim3 grid(std::min(rest.H, max_heads), std::min(rest.B, kMaxGridYZ),
                         std::min(tiles - tile, kMaxGridYZ));
         simt_forward<Traits>
             <<<grid, warps * 32, shared, stream>>>(convert<typename Traits::Index>(rest), slice);
@@ -4641,6 +5082,14 @@ cudaError_t launch_simt(const Params& p, Slice slice, int64_t max_warps, cudaStr
     }
   }
   return cudaSuccess;
+}
+
+// For SIMT kernels each packed sequence is a batch of its own, whose steps lie in the one row.
+Params with_sequences_as_batches(Params p) {
+  if (p.borders == nullptr) return p;
+  p.B = p.sequences;
+  p.partial.stride[0] = 0;
+  return p;
 }
 
 // Narrow tiles cut a head's columns over many blocks and read q and k again in each; wide tiles
@@ -4737,6 +5186,7 @@ struct Device {
 struct TensorPlan {
   int64_t segments = 0;
   int64_t segment_steps = 0;
+  int shift = 0;  // of packed sequences' pieces, whose slots are the segments
 };
 
 constexpr int kMostStages = 6;
@@ -4772,17 +5222,20 @@ int tensor_stages(const Device& device) {
 //   64, 128                23 / 26     43 / 44     96 / 80  188 / 155 373 / 300  1477 / 1168
 bool worth_tensor_cores(const Params& p, const TensorPlan& plan, const Device& device) {
   if (forward_kernels != Kernels::kByRule) return forward_kernels == Kernels::kTensorCores;
-  const int64_t elements = p.B * p.H * p.K * p.V / device.processors;
+  // Of packed sequences the average one.
+  const int64_t batches = p.borders != nullptr ? p.sequences : p.B;
+  const int64_t steps = p.borders != nullptr ? p.T / p.sequences : p.T;
+  const int64_t elements = batches * p.H * p.K * p.V / device.processors;
   if (p.dtype == Dtype::kFloat32) {
     if (p.K <= 16) return false;
-    if (elements >= 3500) return p.T >= 128;
-    if (elements >= 900) return p.T >= (plan.segments > 1 ? 1024 : 512);
-    return plan.segments > 1 && p.T >= 4096;
+    if (elements >= 3500) return steps >= 128;
+    if (elements >= 900) return steps >= (plan.segments > 1 ? 1024 : 512);
+    return plan.segments > 1 && steps >= 4096;
   }
-  if (elements >= 4000) return p.T >= 16;
-  if (elements >= 400) return p.T >= 64;
-  if (elements >= 200) return p.T >= 256;
-  return plan.segments > 1 && p.T >= 2048;
+  if (elements >= 4000) return steps >= 16;
+  if (elements >= 400) return steps >= 64;
+  if (elements >= 200) return steps >= 256;
+  return plan.segments > 1 && steps >= 2048;
 }
 
 template <class Traits>
@@ -4792,15 +5245,31 @@ TensorPlan plan_tiles(const Params& p, const Device& device) {
   const int64_t tiles = (p.V + Traits::kColumns - 1) / Traits::kColumns;
   const int64_t blocks = p.B * p.H * tiles;
   plan.segments = 1;
-  // A segment's steps are read twice, so two segments gain little.
-  if (3 * blocks <= device.processors) {
-    plan.segments = std::max<int64_t>(1, std::min(device.processors / blocks, p.T / 256));
+  if (p.borders != nullptr) {
+    // Pieces so long that one row of them fills the machine once: only longer sequences are cut.
+    const int64_t most = p.T * blocks / (Traits::kBlocks * device.processors);
+    plan.shift = 8;
+    while ((int64_t{1} << plan.shift) < most) ++plan.shift;
+    plan.segments = p.sequences + (p.T >> plan.shift);
+    if (blocks * plan.segments > kMaxGridX) plan.segments = 0;
+    return plan;
+  }
+  // A segment's steps are read twice, so two segments gain little; fewer of them where sequences
+  // start within.
+  const int64_t room = (p.starts != nullptr ? Traits::kBlocks : 1) * device.processors;
+  if (3 * blocks <= room) {
+    plan.segments = std::max<int64_t>(1, std::min(room / blocks, p.T / 256));
   }
   const int64_t steps = (p.T + plan.segments - 1) / plan.segments;
   plan.segment_steps = (steps + kCheckpointSteps - 1) / kCheckpointSteps * kCheckpointSteps;
   plan.segments = (p.T + plan.segment_steps - 1) / plan.segment_steps;
   if (blocks * plan.segments > kMaxGridX) plan.segments = 0;
   return plan;
+}
+
+// Does a batch or sequence have several segments, whose states have to be joined?
+bool cuts_time(const Params& p, const TensorPlan& plan) {
+  return plan.segments > (p.borders != nullptr ? p.sequences : 1);
 }
 
 template <class Traits, Walk kWalk>
@@ -4817,7 +5286,7 @@ cudaError_t launch_tensor_kernel(const Params& p, const TensorLaunch& launch, in
 
 // Bytes of p.scratch for the segments' states and decays.
 int64_t segment_bytes(const Params& p, const TensorPlan& plan) {
-  return plan.segments > 1 ? p.B * p.H * plan.segments * (p.K + 1) * p.V * 4 : 0;
+  return cuts_time(p, plan) ? p.B * p.H * plan.segments * (p.K + 1) * p.V * 4 : 0;
 }
 
 template <class Traits, Walk kWalk>
@@ -4827,16 +5296,17 @@ cudaError_t launch_walk(const Params& p, const Device& device, const TensorPlan&
   TensorLaunch launch;
   launch.segments = plan.segments;
   launch.segment_steps = plan.segment_steps;
+  launch.shift = plan.shift;
   launch.tiles = (p.V + Traits::kColumns - 1) / Traits::kColumns;
   launch.stages = tensor_stages<Traits>(device);
   launch.scale = static_cast<float>(p.scale);
   launch.states = static_cast<float*>(p.scratch);
   launch.decays = launch.states + p.B * p.H * launch.segments * p.K * p.V;
   const int64_t blocks = p.B * p.H * launch.tiles * launch.segments;
-  if (launch.segments > 1) {
+  if (cuts_time(p, plan)) {
     cudaError_t error = launch_tensor_kernel<Traits, kEnds>(p, launch, blocks, stream);
     if (error != cudaSuccess) return error;
-    const int64_t threads = p.B * p.H * p.K * p.V;
+    const int64_t threads = (p.borders == nullptr ? p.B : p.sequences) * p.H * p.K * p.V;
     join_segments<<<static_cast<unsigned>((threads + 127) / 128), 128, 0, stream>>>(p, launch);
     error = cudaGetLastError();
     if (error != cudaSuccess) return error;
@@ -5027,6 +5497,7 @@ Params flowing_back(const Params& p, const Gradients* grads) {
 // Three launches at least stand against one or two: SIMT kernels take about 13 ps for a step of a
 // state's element on an H200, and 100 us for this many. Estimated; not yet measured.
 bool worth_tensor_gradients(const Params& p) {
+  if (p.sequences > 0) return false;  // packed ones take SIMT kernels so far
   if (forward_kernels != Kernels::kByRule) return forward_kernels == Kernels::kTensorCores;
   return p.B * p.H * p.T * p.K * p.V >= int64_t{1} << 23;
 }
@@ -5105,6 +5576,7 @@ BackwardArguments<Index> backward_arguments(const Params& p, const Gradients& gr
   to.H = static_cast<Index>(p.H);
   to.K = static_cast<Index>(p.K);
   to.V = static_cast<Index>(p.V);
+  to.group = static_cast<Index>(p.group);
   to.log_gate = p.log_gate;
   to.packed = moves_in_packs(p, grads);
   to.dtype = p.dtype;
@@ -5117,6 +5589,10 @@ BackwardArguments<Index> backward_arguments(const Params& p, const Gradients& gr
   to.dq = convert<Index>(grads.dq);
   to.dk = convert<Index>(grads.dk);
   to.dinitial_state = convert<Index>(grads.dinitial_state);
+  to.sequences = static_cast<Index>(p.sequences);
+  to.borders = p.borders;
+  to.starts = p.starts;
+  to.end = p.end;
   return to;
 }
 
@@ -5132,11 +5608,13 @@ int64_t backward_sweep_steps(const Params& p) {
   int64_t longest = 64;
   if (p.dtype == Dtype::kFloat64) longest = 32;
   if (p.dtype != Dtype::kFloat64 && std::max(p.K, p.V) <= 32) longest = 128;
+  if (p.borders != nullptr) return longest;
   return std::min(longest, (p.T + 15) / 16 * 16);
 }
 
 int64_t backward_sweeps(const Params& p) {
   const int64_t steps = backward_sweep_steps(p);
+  if (p.borders != nullptr) return p.sequences + p.T / steps;
   return (p.T + steps - 1) / steps;
 }
 
@@ -5182,8 +5660,8 @@ bool is_small(const Params& p, const Gradients& grads, const BackwardLaunch& lau
   const auto fits = [&](const View<int64_t>& view, int64_t channels) {
     return view.data == nullptr || moves_in_packs(view, p, channels, 4, 4);
   };
-  return p.dtype == Dtype::kFloat32 && launch.sweeps == 1 && p.B <= kMaxGridYZ &&
-         p.H <= kMaxGridX && moves_in_packs(p, grads) && fits(grads.dv, p.V) &&
+  return p.dtype == Dtype::kFloat32 && launch.sweeps == 1 && p.sequences == 0 &&
+         p.B <= kMaxGridYZ && p.H <= kMaxGridX && moves_in_packs(p, grads) && fits(grads.dv, p.V) &&
          fits(grads.dgate, p.V) && fits(grads.dq, p.K) && fits(grads.dk, p.K) &&
          fits_index(p.initial_state) && fits_index(grads.dfinal_state) &&
          fits_index(grads.dinitial_state);
@@ -5290,9 +5768,10 @@ struct BackwardKernels {
     if (launch.sweeps > 1) {
       error = launch_all<Own::kColumns>(p, grads, launch, true, stream);
       if (error != cudaSuccess) return error;
-      const int64_t threads = p.B * p.H * p.K * p.V;
+      const int64_t pairs = (p.borders != nullptr ? p.sequences : p.B) * p.H;
+      const int64_t threads = pairs * p.K * p.V;
       chain_sweeps<Accum><<<(threads + 127) / 128, 128, 0, stream>>>(
-          backward_arguments<int64_t>(p, grads), launch, p.B * p.H);
+          backward_arguments<int64_t>(p, grads), launch, pairs);
       error = cudaGetLastError();
       if (error != cudaSuccess) return error;
     }
@@ -5305,6 +5784,38 @@ struct BackwardKernels {
     return error;
   }
 };
+
+// ---- Decode step.
+
+template <typename State, int kColumnLanes, bool kPacked>
+cudaError_t launch_step_tiles(const StepParams& p, cudaStream_t stream) {
+  constexpr int kTile = kColumnLanes * 16 / sizeof(State);
+  const int64_t blocks = p.B * p.H * ((p.V + kTile - 1) / kTile);
+  for (int64_t first = 0; first < blocks; first += kMaxGridX) {
+    const unsigned grid = static_cast<unsigned>(std::min(blocks - first, kMaxGridX));
+    decode_step<State, kColumnLanes, kPacked><<<grid, kStepThreads, 0, stream>>>(p, first);
+    const cudaError_t error = cudaGetLastError();
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+// Wide tiles read long pieces of memory; narrow ones bring few heads to more processors.
+template <typename State>
+cudaError_t launch_step(const StepParams& p, int processors, cudaStream_t stream) {
+  constexpr int kPack = 16 / sizeof(State);
+  constexpr int kWide = 16;
+  constexpr int kNarrow = 4;
+  bool packed = reinterpret_cast<uintptr_t>(p.state.data) % 16 == 0 && p.V % kPack == 0 &&
+                p.state.stride[3] == 1;
+  const int64_t sizes[3] = {p.pool, p.H, p.K};
+  for (int axis = 0; axis < 3; ++axis)
+    packed = packed && (sizes[axis] == 1 || p.state.stride[axis] % kPack == 0);
+  if (!packed) return launch_step_tiles<State, kNarrow, false>(p, stream);
+  const int64_t wide_blocks = p.B * p.H * ((p.V + kWide * kPack - 1) / (kWide * kPack));
+  if (wide_blocks >= 2 * processors) return launch_step_tiles<State, kWide, true>(p, stream);
+  return launch_step_tiles<State, kNarrow, true>(p, stream);
+}
 
 // Where the backward's temporaries lie in its scratch memory, in elements of the state's type.
 struct BackwardScratch {
@@ -5349,6 +5860,59 @@ cudaError_t launch_gradients_float32(const Params& p, const Gradients& grads, vo
                                      cudaStream_t stream);
 
 #if GATED_DELTA_IN_PART(1)
+// Bytes of memory for what launch_marks leaves for packed sequences.
+int64_t marks_bytes(const Params& p) {
+  return (p.sequences + 1) * 8 + (p.T + 31) / 32 * 4;
+}
+
+// Makes p.sequences sequences, packed along T with the given offsets, known to the kernels: first of
+// all launches, forward or backward. `states`: somebody has or wants them, or their gradients.
+cudaError_t launch_marks(Params& p, const void* offsets, int64_t stride, bool is_long, bool states,
+                         void* memory, cudaStream_t stream) {
+  int64_t* const borders = static_cast<int64_t*>(memory);
+  uint32_t* starts = reinterpret_cast<uint32_t*>(borders + p.sequences + 1);
+  // Short sequences would leave most of a block idle; without states they run as one row.
+  if (states || p.T >= 128 * p.sequences) {
+    p.borders = borders;
+    starts = nullptr;
+    // All sequences lie in the one batch; states have one for each.
+    for (View<int64_t>* view : {&p.q, &p.k, &p.v, &p.gate, &p.y}) view->stride[0] = 0;
+  }
+  p.starts = starts;
+  p.end = borders + p.sequences;
+  const int64_t threads = std::max(p.sequences + 1, starts == nullptr ? 0 : p.T);
+  const int64_t blocks = std::min<int64_t>((threads + 255) / 256, 65535);
+  mark_sequences<<<static_cast<unsigned>(blocks), 256, 0, stream>>>(
+      offsets, stride, is_long, p.sequences, p.T, borders, starts);
+  return cudaGetLastError();
+}
+
+// Zeros in outputs at steps that are nobody's: last of all launches. With gradients, in those.
+cudaError_t launch_tails(const Params& p, const Gradients* grads, cudaStream_t stream) {
+  Tails tails;
+  int count = 0;
+  const auto add = [&](const View<int64_t>& view, int64_t channels, int element) {
+    Tail& tail = tails.at[count++];
+    if (view.data == nullptr) return;
+    tail.data = static_cast<char*>(view.data);
+    for (int axis = 0; axis < 3; ++axis) tail.stride[axis] = view.stride[axis + 1] * element;
+    tail.heads = p.H;
+    tail.channels = channels;
+    tail.element = element;
+  };
+  const int element = size_of(p.dtype);
+  if (grads == nullptr) {
+    add(p.y, p.V, element);
+  } else {
+    add(grads->dq, p.K, element);
+    add(grads->dk, p.K, element);
+    add(grads->dv, p.V, element);
+    add(grads->dgate, p.V, p.dtype == Dtype::kFloat64 ? 8 : 4);
+  }
+  clear_tails<<<256, 256, 0, stream>>>(tails, p.T, p.end);
+  return cudaGetLastError();
+}
+
 Kernels forward_kernels = Kernels::kByRule;
 
 // Bytes of scratch memory that launch_forward needs on the current device.
@@ -5378,8 +5942,9 @@ cudaError_t launch_forward(const Params& p, cudaStream_t stream) {
   }
   const int processors = device.processors;
   const int64_t rows = max_rows(p.dtype);
+  const Params whole = with_sequences_as_batches(p);
   for (int64_t row = 0; error == cudaSuccess && (row == 0 || row < p.K); row += rows) {
-    const Params part = slice_rows(p, row, std::min(rows, p.K - row));
+    const Params part = slice_rows(whole, row, std::min(rows, p.K - row));
     const Slice slice{row > 0, row + rows >= p.K};
     switch (p.dtype) {
       case Dtype::kFloat32:
@@ -5397,6 +5962,25 @@ cudaError_t launch_forward(const Params& p, cudaStream_t stream) {
     }
   }
   return error;
+}
+#endif
+
+#if GATED_DELTA_IN_PART(1)
+// One decode step on the current device. B, H and V are at least 1.
+cudaError_t launch_step(const StepParams& p, cudaStream_t stream) {
+  Device device;
+  const cudaError_t error = device.read();
+  if (error != cudaSuccess) return error;
+  switch (p.state_dtype) {
+    case Dtype::kFloat32:
+      return launch_step<float>(p, device.processors, stream);
+    case Dtype::kFloat16:
+      return launch_step<__half>(p, device.processors, stream);
+    case Dtype::kBFloat16:
+      return launch_step<__nv_bfloat16>(p, device.processors, stream);
+    default:
+      return launch_step<double>(p, device.processors, stream);
+  }
 }
 #endif
 
@@ -5449,7 +6033,7 @@ bool backward_wants_copy(const Params& p, const View<int64_t>& dy) {
 }
 
 // Computes the gradients that `grads` has a place for. Nothing may be empty.
-cudaError_t launch_backward(const Params& p, const Gradients& grads, void* scratch,
+cudaError_t launch_backward(const Params& p, const Gradients& wanted, void* scratch,
                             cudaStream_t stream) {
   if (gradient_scratch_bytes(p) > 0) {
     // States first, from where the forward's kernels are; checkpoints lie at the beginning.
@@ -5463,16 +6047,21 @@ cudaError_t launch_backward(const Params& p, const Gradients& grads, void* scrat
     switch (p.dtype) {
       case Dtype::kFloat16:
         error = launch_tensor_float16(ahead, scratch, stream);
-        return error == cudaSuccess ? launch_gradients_float16(p, grads, scratch, stream) : error;
+        return error == cudaSuccess ? launch_gradients_float16(p, wanted, scratch, stream) : error;
       case Dtype::kBFloat16:
         error = launch_tensor_bfloat16(ahead, scratch, stream);
-        return error == cudaSuccess ? launch_gradients_bfloat16(p, grads, scratch, stream) : error;
+        return error == cudaSuccess ? launch_gradients_bfloat16(p, wanted, scratch, stream) : error;
       default:
         error = launch_tensor_float32(ahead, scratch, stream);
-        return error == cudaSuccess ? launch_gradients_float32(p, grads, scratch, stream) : error;
+        return error == cudaSuccess ? launch_gradients_float32(p, wanted, scratch, stream) : error;
     }
   }
   const BackwardScratch at(p);
+  Gradients grads = wanted;
+  if (p.borders != nullptr) {
+    for (View<int64_t>* view : {&grads.dy, &grads.dq, &grads.dk, &grads.dv, &grads.dgate})
+      view->stride[0] = 0;
+  }
   const int accum = p.dtype == Dtype::kFloat64 ? 8 : 4;
   const auto place = [&](int64_t element) { return static_cast<char*>(scratch) + element * accum; };
   const auto partial = [&](int64_t element, int64_t channels) {
@@ -5487,6 +6076,7 @@ cudaError_t launch_backward(const Params& p, const Gradients& grads, void* scrat
   BackwardLaunch launch;
   launch.sweeps = backward_sweeps(p);
   launch.sweep_steps = backward_sweep_steps(p);
+  while ((int64_t{1} << launch.shift) < launch.sweep_steps) ++launch.shift;
   launch.states = place(at.states);
   launch.flows = place(at.flows);
   launch.decays = place(at.decays);
@@ -5495,6 +6085,9 @@ cudaError_t launch_backward(const Params& p, const Gradients& grads, void* scrat
   for (int which = 0; which < 2; ++which) {
     launch.partial[which] = partial(at.columns[which], p.V);
     launch.partial[which + 2] = partial(at.rows[which], p.K);
+  }
+  for (View<int64_t>& view : launch.partial) {
+    if (p.borders != nullptr) view.stride[0] = 0;
   }
   if (p.dtype == Dtype::kFloat64) return BackwardKernels<double>::launch(p, grads, launch, stream);
   return BackwardKernels<float>::launch(p, grads, launch, stream);
@@ -5548,6 +6141,8 @@ namespace gated_delta {
 
 // Forward without `grads`, backward with them.
 void run_on_cpu(const Params& p, const Gradients* grads);
+
+void step_on_cpu(const StepParams& p);
 
 }  // namespace gated_delta
 
@@ -5744,11 +6339,12 @@ class Walker {
 
   void walk(int64_t batch, int64_t head, int64_t column) {
     const int64_t columns = std::min(kColumns, p_.V - column);
+    find_steps(batch);
     load_state(p_.initial_state, batch, head, column, columns, state_.data());
-    for (int64_t start = 0; start < p_.T; start += kChunkSteps) {
+    for (int64_t start = first_; start < end_; start += kChunkSteps) {
       const Chunk<Accum> chunk = load_chunk(batch, start, head, column);
       run_widest(Advance<Accum>{chunk});
-      const int64_t steps = std::min(kChunkSteps, p_.T - start);
+      const int64_t steps = std::min(kChunkSteps, end_ - start);
       for (int64_t t = 0; t < steps; ++t) {
         Element* y = element_of<Element>(p_.y, batch, start + t, head, column);
         const Accum scale = static_cast<Accum>(p_.scale);
@@ -5762,7 +6358,8 @@ class Walker {
 
   // All columns of one (batch, head): dq and dk are sums over them.
   void walk_back(const Gradients& grads, int64_t batch, int64_t head) {
-    const int64_t chunks = (p_.T + kChunkSteps - 1) / kChunkSteps;
+    find_steps(batch);
+    const int64_t chunks = (end_ - first_ + kChunkSteps - 1) / kChunkSteps;
     std::vector<Accum> dq(chunks * kChunkSteps * p_.K);
     std::vector<Accum> dk(chunks * kChunkSteps * p_.K);
     std::vector<Accum> before(chunks * p_.K * kColumns);  // the states before the chunks
@@ -5777,13 +6374,13 @@ class Walker {
       for (int64_t n = 0; n < chunks; ++n) {
         std::copy(state_.begin(), state_.end(), before.begin() + n * p_.K * kColumns);
         if (n + 1 == chunks) break;
-        const Chunk<Accum> chunk = load_chunk(batch, n * kChunkSteps, head, column);
+        const Chunk<Accum> chunk = load_chunk(batch, first_ + n * kChunkSteps, head, column);
         run_widest(Advance<Accum>{chunk});
       }
       load_state(grads.dfinal_state, batch, head, column, columns, flow.data());
       for (int64_t n = chunks - 1; n >= 0; --n) {
-        const int64_t start = n * kChunkSteps;
-        const int64_t steps = std::min(kChunkSteps, p_.T - start);
+        const int64_t start = first_ + n * kChunkSteps;
+        const int64_t steps = std::min(kChunkSteps, end_ - start);
         const Chunk<Accum> chunk = load_chunk(batch, start, head, column);
         std::fill_n(dy, kChunkSteps * kColumns, Accum{0});
         for (int64_t t = 0; grads.dy.data != nullptr && t < steps; ++t) {
@@ -5792,8 +6389,9 @@ class Walker {
         }
         for (Accum& each : dy) each *= static_cast<Accum>(p_.scale);
         std::copy_n(before.begin() + n * p_.K * kColumns, p_.K * kColumns, states.begin());
-        run_widest(Retreat<Accum>{chunk, dy, states.data(), flow.data(), &dq[start * p_.K],
-                                  &dk[start * p_.K], dv, dgate});
+        const int64_t at = n * kChunkSteps * p_.K;
+        run_widest(
+            Retreat<Accum>{chunk, dy, states.data(), flow.data(), &dq[at], &dk[at], dv, dgate});
         for (int64_t t = 0; t < steps; ++t) {
           store(dv + t * kColumns, grads.dv, batch, start + t, head, column, columns);
           if (grads.dgate.data == nullptr) continue;
@@ -5805,14 +6403,20 @@ class Walker {
       }
       store_state(flow.data(), grads.dinitial_state, batch, head, column, columns);
     }
-    for (int64_t t = 0; t < p_.T; ++t) {
-      store(&dq[t * p_.K], grads.dq, batch, t, head, 0, p_.K);
-      store(&dk[t * p_.K], grads.dk, batch, t, head, 0, p_.K);
+    for (int64_t t = first_; t < end_; ++t) {
+      store(&dq[(t - first_) * p_.K], grads.dq, batch, t, head, 0, p_.K);
+      store(&dk[(t - first_) * p_.K], grads.dk, batch, t, head, 0, p_.K);
     }
   }
 
  private:
   static constexpr int64_t kColumns = Chunk<Accum>::kColumns;
+
+  // Of packed sequences each is a batch of its own, whose steps lie in the one row.
+  void find_steps(int64_t batch) {
+    first_ = p_.borders == nullptr ? 0 : p_.borders[batch];
+    end_ = p_.borders == nullptr ? p_.T : p_.borders[batch + 1];
+  }
 
   void load_state(const View<int64_t>& view, int64_t batch, int64_t head, int64_t column,
                   int64_t columns, Accum* to) const {
@@ -5840,13 +6444,14 @@ class Walker {
   // The chunk that begins at step `start`, its state in state_. Where there is no step or column
   // the value is 0 and the gate 1, which leaves a state as it is.
   Chunk<Accum> load_chunk(int64_t batch, int64_t start, int64_t head, int64_t column) {
-    const int64_t steps = std::min(kChunkSteps, p_.T - start);
+    const int64_t steps = std::min(kChunkSteps, end_ - start);
     const int64_t columns = std::min(kColumns, p_.V - column);
     Chunk<Accum> chunk;
     chunk.rows = p_.K;
     chunk.steps = (steps + kUnrolledSteps - 1) / kUnrolledSteps * kUnrolledSteps;
-    chunk.q = load_rows(p_.q, batch, start, head, steps, chunk.steps, q_, chunk.q_stride);
-    chunk.k = load_rows(p_.k, batch, start, head, steps, chunk.steps, k_, chunk.k_stride);
+    const int64_t row_head = head / p_.group;
+    chunk.q = load_rows(p_.q, batch, start, row_head, steps, chunk.steps, q_, chunk.q_stride);
+    chunk.k = load_rows(p_.k, batch, start, row_head, steps, chunk.steps, k_, chunk.k_stride);
     chunk.v = v_;
     chunk.gate = gate_;
     chunk.y = y_;
@@ -5884,6 +6489,8 @@ class Walker {
   }
 
   const Params& p_;
+  int64_t first_ = 0;
+  int64_t end_ = 0;
   std::vector<Accum> q_;
   std::vector<Accum> k_;
   std::vector<Accum> state_;
@@ -5898,7 +6505,8 @@ void run_on_cpu(const Params& p, const Gradients* grads) {
   constexpr int64_t kColumns = Chunk<Accum>::kColumns;
   const int64_t tiles = grads != nullptr ? 1 : (p.V + kColumns - 1) / kColumns;
   // A thread is worth waking for some 50 us of work.
-  const int64_t item = p.T * p.K * (grads != nullptr ? (p.V + kColumns - 1) / kColumns * 8 : 1);
+  const int64_t steps = p.borders == nullptr ? p.T : p.borders[p.B] / p.B;
+  const int64_t item = steps * p.K * (grads != nullptr ? (p.V + kColumns - 1) / kColumns * 8 : 1);
   const int64_t grain = std::max<int64_t>(1, 65536 / std::max<int64_t>(1, item));
   at::parallel_for(0, p.B * p.H * tiles, grain, [&](int64_t begin, int64_t end) {
     Walker<Element, Gate, Accum> walker(p);
@@ -5911,6 +6519,104 @@ void run_on_cpu(const Params& p, const Gradients* grads) {
       }
     }
   });
+}
+
+// One step for one (batch, head), from plain buffers of the state's type to such a buffer.
+template <typename Accum, typename State>
+struct StepRows {
+  const StepParams& p;
+  const Accum* q;
+  const Accum* k;
+  const Accum* v;
+  const Accum* gate;
+  State* state;
+  Accum* y;    // added to
+  Accum* sum;  // zeros before and after
+
+  inline __attribute__((always_inline)) void operator()() const {
+    const int64_t columns = p.V;
+    for (int64_t block = 0; block < p.K; block += kSummedRows) {
+      advance(block, std::min(block + kSummedRows, p.K));
+      for (int64_t j = 0; j < columns; ++j) {
+        y[j] += sum[j];
+        sum[j] = 0;
+      }
+    }
+  }
+
+  inline __attribute__((always_inline)) void advance(int64_t begin, int64_t end) const {
+    const int64_t columns = p.V;
+    const int64_t hop = p.state.stride[3];
+    for (int64_t i = begin; i < end; ++i) {
+      State* const row = state + i * p.state.stride[2];
+      const Accum k_i = k[i];
+      const Accum q_i = q[i];
+      if (hop == 1) {
+#pragma GCC ivdep
+        for (int64_t j = 0; j < columns; ++j) {
+          const Accum now = gate[j] * static_cast<Accum>(row[j]) + k_i * v[j];
+          sum[j] += q_i * now;
+          row[j] = static_cast<State>(now);
+        }
+      } else {
+        for (int64_t j = 0; j < columns; ++j) {
+          const Accum now = gate[j] * static_cast<Accum>(row[j * hop]) + k_i * v[j];
+          sum[j] += q_i * now;
+          row[j * hop] = static_cast<State>(now);
+        }
+      }
+    }
+  }
+};
+
+template <typename Element, typename Gate, typename Accum, typename State>
+void step_on_cpu(const StepParams& p) {
+  const int64_t grain = std::max<int64_t>(1, 65536 / std::max<int64_t>(1, p.K * p.V));
+  at::parallel_for(0, p.B * p.H, grain, [&](int64_t begin, int64_t end) {
+    std::vector<Accum> q(p.K);
+    std::vector<Accum> k(p.K);
+    std::vector<Accum> v(p.V);
+    std::vector<Accum> gate(p.V);
+    std::vector<Accum> y(p.V);
+    std::vector<Accum> sum(p.V);
+    for (int64_t n = begin; n < end; ++n) {
+      const int64_t batch = n / p.H;
+      const int64_t head = n % p.H;
+      int64_t row = batch;
+      if (p.indices != nullptr) {
+        row = p.long_indices ? static_cast<const int64_t*>(p.indices)[batch * p.index_stride]
+                             : static_cast<const int32_t*>(p.indices)[batch * p.index_stride];
+      }
+      std::fill(y.begin(), y.end(), Accum{0});
+      if (row >= 0) {
+        gather(element_of<const Element>(p.q, batch, 0, head / p.group, 0), p.q.stride[3], p.K,
+               q.data());
+        gather(element_of<const Element>(p.k, batch, 0, head / p.group, 0), p.k.stride[3], p.K,
+               k.data());
+        gather(element_of<const Element>(p.v, batch, 0, head, 0), p.v.stride[3], p.V, v.data());
+        gather(element_of<const Gate>(p.gate, batch, 0, head, 0), p.gate.stride[3], p.V,
+               gate.data());
+        for (int64_t j = 0; p.log_gate && j < p.V; ++j) gate[j] = std::exp(gate[j]);
+        State* const state = element_of<State>(p.state, row, head, 0, 0);
+        run_widest(StepRows<Accum, State>{p, q.data(), k.data(), v.data(), gate.data(), state,
+                                          y.data(), sum.data()});
+      }
+      Element* const out = element_of<Element>(p.y, batch, 0, head, 0);
+      for (int64_t j = 0; j < p.V; ++j)
+        out[j] = static_cast<Element>(static_cast<Accum>(p.scale) * y[j]);
+    }
+  });
+}
+
+template <typename Element>
+void step_half_on_cpu(const StepParams& p) {
+  const bool float_gate = p.gate_dtype == Dtype::kFloat32;
+  if (p.state_dtype == Dtype::kFloat32) {
+    if (float_gate) return step_on_cpu<Element, float, float, float>(p);
+    return step_on_cpu<Element, Element, float, float>(p);
+  }
+  if (float_gate) return step_on_cpu<Element, float, float, Element>(p);
+  step_on_cpu<Element, Element, float, Element>(p);
 }
 
 template <typename Element>
@@ -5934,6 +6640,19 @@ void run_on_cpu(const Params& p, const Gradients* grads) {
       return run_half_on_cpu<at::Half>(p, grads);
     case Dtype::kBFloat16:
       return run_half_on_cpu<at::BFloat16>(p, grads);
+  }
+}
+
+void step_on_cpu(const StepParams& p) {
+  switch (p.dtype) {
+    case Dtype::kFloat32:
+      return step_on_cpu<float, float, float, float>(p);
+    case Dtype::kFloat64:
+      return step_on_cpu<double, double, double, double>(p);
+    case Dtype::kFloat16:
+      return step_half_on_cpu<at::Half>(p);
+    case Dtype::kBFloat16:
+      return step_half_on_cpu<at::BFloat16>(p);
   }
 }
 
@@ -5965,9 +6684,24 @@ struct Inputs {
   double scale;
   bool output_final_state;
   bool log_gate;
+  const std::optional<Tensor>& cu_seqlens;
 };
 
 bool plain(const Tensor& tensor);
+
+struct StepInputs {
+  const Tensor& q;
+  const Tensor& k;
+  const Tensor& v;
+  const Tensor& gate;
+  const Tensor& state;
+  const std::optional<Tensor>& state_indices;
+  double scale;
+  bool log_gate;
+};
+
+// Updates the state and returns y; raises where a gradient is asked for.
+Tensor call_step(const StepInputs& in);
 
 // Returns y and the final state, which is an undefined tensor when it isn't asked for; on autograd's
 // record if `records`.
@@ -6008,6 +6742,11 @@ cudaError_t launch_backward(const Params& p, const Gradients& grads, void* scrat
 int64_t backward_scratch_bytes(const Params& p);
 Dtype gate_gradient_dtype(const Params& p);
 bool backward_wants_copy(const Params& p, const View<int64_t>& dy);
+cudaError_t launch_step(const StepParams& p, cudaStream_t stream);
+int64_t marks_bytes(const Params& p);
+cudaError_t launch_marks(Params& p, const void* offsets, int64_t stride, bool is_long, bool states,
+                         void* memory, cudaStream_t stream);
+cudaError_t launch_tails(const Params& p, const Gradients* grads, cudaStream_t stream);
 #endif
 
 namespace {
@@ -6093,17 +6832,22 @@ Params describe(const Inputs& in) {
   check_device(in.gate, "gate", q);
   p.B = q.size(0);
   p.T = q.size(1);
-  p.H = q.size(2);
   p.K = q.size(3);
   if (in.k.sizes() != q.sizes()) {
     refuse_value("k", "have q's shape (B, T, H, K) = " + text(q.sizes()), text(in.k.sizes()));
   }
-  if (in.v.dim() != 4 || in.v.sizes().slice(0, 3) != q.sizes().slice(0, 3)) {
-    refuse_value(
-        "v", "have 4 dimensions (B, T, H, V), the first three q's " + text(q.sizes().slice(0, 3)),
-        text(in.v.sizes()));
+  const int64_t row_heads = q.size(2);
+  if (in.v.dim() != 4 || in.v.sizes().slice(0, 2) != q.sizes().slice(0, 2) ||
+      (in.v.size(2) != row_heads &&
+       (row_heads == 0 || in.v.size(2) == 0 || in.v.size(2) % row_heads != 0))) {
+    refuse_value("v",
+                 "have 4 dimensions (B, T, H, V), the first three q's " +
+                     text(q.sizes().slice(0, 3)) + " or H a multiple of q's",
+                 text(in.v.sizes()));
   }
+  p.H = in.v.size(2);
   p.V = in.v.size(3);
+  if (p.H != row_heads) p.group = p.H / row_heads;
   bool broadcasts = in.gate.dim() == 4;
   for (int64_t axis = 0; broadcasts && axis < 4; ++axis) {
     broadcasts = in.gate.size(axis) == 1 || in.gate.size(axis) == in.v.size(axis);
@@ -6112,6 +6856,17 @@ Params describe(const Inputs& in) {
     refuse_value("gate", "have 4 dimensions that broadcast to (B, T, H, V) = " + text(in.v.sizes()),
                  text(in.gate.sizes()));
   }
+  if (in.cu_seqlens) {
+    const Tensor& offsets = *in.cu_seqlens;
+    if (offsets.scalar_type() != at::kInt && offsets.scalar_type() != at::kLong)
+      refuse_type("cu_seqlens", "be int32 or int64", offsets.scalar_type());
+    check_device(offsets, "cu_seqlens", q);
+    if (offsets.dim() != 1 || offsets.size(0) < 2)
+      refuse_value("cu_seqlens", "have shape (N + 1,), N at least 1", text(offsets.sizes()));
+    if (p.B != 1) refuse_value("q", "have B = 1 beside cu_seqlens, (1, T, H, K)", text(q.sizes()));
+    p.sequences = offsets.size(0) - 1;
+  }
+  const bool packed = in.cu_seqlens.has_value();
   if (in.initial_state) {
     const Tensor& state = *in.initial_state;
     dtype_of(state, "initial_state");
@@ -6121,10 +6876,10 @@ Params describe(const Inputs& in) {
                   state.scalar_type());
     }
     check_device(state, "initial_state", q);
-    const int64_t shape[4] = {p.B, p.H, p.K, p.V};
+    const int64_t shape[4] = {packed ? p.sequences : p.B, p.H, p.K, p.V};
     if (state.sizes() != at::IntArrayRef(shape)) {
-      refuse_value("initial_state", "have shape (B, H, K, V) = " + text(shape),
-                   text(state.sizes()));
+      const std::string axes = packed ? "(N, H, K, V) = " : "(B, H, K, V) = ";
+      refuse_value("initial_state", "have shape " + axes + text(shape), text(state.sizes()));
     }
   }
 
@@ -6137,6 +6892,7 @@ Params describe(const Inputs& in) {
   p.q = view(q);
   p.k = view(in.k);
   p.v = view(in.v);
+  if (row_heads == 1) p.q.stride[2] = p.k.stride[2] = 0;
   p.gate = view(in.gate);
   for (int64_t axis = 0; axis < 4; ++axis) {
     if (in.gate.size(axis) == 1) p.gate.stride[axis] = 0;
@@ -6144,6 +6900,111 @@ Params describe(const Inputs& in) {
   if (in.initial_state) p.initial_state = view(*in.initial_state);
   p.scale = in.scale;
   p.log_gate = in.log_gate;
+  return p;
+}
+
+// Checks everything about a decode step; describes it but for y.
+StepParams describe_step(const StepInputs& in) {
+  const Tensor& q = in.q;
+  const Tensor& state = in.state;
+  StepParams p;
+  p.dtype = dtype_of(q, "q");
+  if (q.dim() != 3) refuse_value("q", "have the 3 dimensions (B, H, K)", text(q.sizes()));
+  dtype_of(in.k, "k");
+  dtype_of(in.v, "v");
+  p.gate_dtype = dtype_of(in.gate, "gate");
+  p.state_dtype = dtype_of(state, "state");
+  check_like_q(in.k, "k", q);
+  check_like_q(in.v, "v", q);
+  const bool half = p.dtype == Dtype::kFloat16 || p.dtype == Dtype::kBFloat16;
+  if (p.gate_dtype != p.dtype && !(half && p.gate_dtype == Dtype::kFloat32)) {
+    refuse_type("gate", "have q's dtype " + text(q.scalar_type()) + (half ? " or be Float" : ""),
+                in.gate.scalar_type());
+  }
+  if (p.state_dtype != p.dtype && !(half && p.state_dtype == Dtype::kFloat32)) {
+    refuse_type("state", "have q's dtype " + text(q.scalar_type()) + (half ? " or be Float" : ""),
+                state.scalar_type());
+  }
+  check_device(in.gate, "gate", q);
+  check_device(state, "state", q);
+  p.B = q.size(0);
+  p.K = q.size(2);
+  const int64_t row_heads = q.size(1);
+  if (in.k.sizes() != q.sizes()) {
+    refuse_value("k", "have q's shape (B, H, K) = " + text(q.sizes()), text(in.k.sizes()));
+  }
+  if (in.v.dim() != 3 || in.v.size(0) != p.B ||
+      (in.v.size(1) != row_heads &&
+       (row_heads == 0 || in.v.size(1) == 0 || in.v.size(1) % row_heads != 0))) {
+    refuse_value("v",
+                 "have 3 dimensions (B, H, V), the first two q's " + text(q.sizes().slice(0, 2)) +
+                     " or H a multiple of q's",
+                 text(in.v.sizes()));
+  }
+  p.H = in.v.size(1);
+  p.V = in.v.size(2);
+  if (p.H != row_heads) p.group = p.H / row_heads;
+  bool broadcasts = in.gate.dim() == 3;
+  for (int64_t axis = 0; broadcasts && axis < 3; ++axis) {
+    broadcasts = in.gate.size(axis) == 1 || in.gate.size(axis) == in.v.size(axis);
+  }
+  if (!broadcasts) {
+    refuse_value("gate", "have 3 dimensions that broadcast to (B, H, V) = " + text(in.v.sizes()),
+                 text(in.gate.sizes()));
+  }
+  const bool pooled = in.state_indices.has_value();
+  p.pool = state.dim() == 4 ? state.size(0) : 0;
+  const int64_t shape[4] = {pooled ? p.pool : p.B, p.H, p.K, p.V};
+  if (state.sizes() != at::IntArrayRef(shape)) {
+    const std::string axes = pooled ? "(pool, H, K, V), the last three " : "(B, H, K, V) = ";
+    const at::IntArrayRef wanted(shape);
+    refuse_value("state", "have shape " + axes + text(pooled ? wanted.slice(1) : wanted),
+                 text(state.sizes()));
+  }
+  for (int64_t axis = 0; axis < 4; ++axis) {
+    if (state.size(axis) > 1 && state.stride(axis) == 0) {
+      refuse_value("state", "have its own memory for every element, as it is written to",
+                   "strides " + text(state.strides()));
+    }
+  }
+
+  const auto view = [](const Tensor& tensor) {
+    View<int64_t> result;
+    result.data = const_cast<void*>(tensor.const_data_ptr());
+    result.stride[0] = tensor.size(0) == 1 ? 0 : tensor.stride(0);
+    result.stride[2] = tensor.size(1) == 1 ? 0 : tensor.stride(1);
+    result.stride[3] = tensor.size(2) == 1 ? 0 : tensor.stride(2);
+    return result;
+  };
+  p.q = view(q);
+  p.k = view(in.k);
+  p.v = view(in.v);
+  p.gate = view(in.gate);
+  p.state.data = state.mutable_data_ptr();
+  for (int64_t axis = 0; axis < 4; ++axis) p.state.stride[axis] = state.stride(axis);
+  if (p.V == 1) p.state.stride[3] = 1;
+  p.scale = in.scale;
+  p.log_gate = in.log_gate;
+  if (!pooled) return p;
+  const Tensor& indices = *in.state_indices;
+  if (indices.scalar_type() != at::kInt && indices.scalar_type() != at::kLong)
+    refuse_type("state_indices", "be int32 or int64", indices.scalar_type());
+  check_device(indices, "state_indices", q);
+  if (indices.dim() != 1 || indices.size(0) != p.B) {
+    const int64_t batches[1] = {p.B};
+    refuse_value("state_indices", "have shape (B,) = " + text(batches), text(indices.sizes()));
+  }
+  p.long_indices = indices.scalar_type() == at::kLong;
+  p.indices = indices.const_data_ptr();
+  p.index_stride = indices.stride(0);
+  for (int64_t b = 0; q.device().is_cpu() && b < p.B; ++b) {
+    const int64_t row = p.long_indices ? static_cast<const int64_t*>(p.indices)[b * p.index_stride]
+                                       : static_cast<const int32_t*>(p.indices)[b * p.index_stride];
+    if (row >= p.pool) {
+      refuse_value("state_indices", "hold numbers below the pool's " + std::to_string(p.pool),
+                   std::to_string(row));
+    }
+  }
   return p;
 }
 
@@ -6184,16 +7045,82 @@ class OnDevice {
 #endif
 };
 
+// Where packed sequences lie; nothing where there are none.
+class Packing {
+ public:
+  // Checks offsets that lie in the CPU's memory.
+  Packing(const Params& p, const Inputs& in) : in_(in) {
+    if (!in.cu_seqlens || !in.q.device().is_cpu()) return;
+    borders_.resize(p.sequences + 1);
+    const void* data = in.cu_seqlens->const_data_ptr();
+    for (int64_t n = 0; n <= p.sequences; ++n) {
+      const int64_t at = n * in.cu_seqlens->stride(0);
+      borders_[n] =
+          is_long() ? static_cast<const int64_t*>(data)[at] : static_cast<const int32_t*>(data)[at];
+      if (n > 0 && borders_[n] < borders_[n - 1]) {
+        refuse_value("cu_seqlens", "never decrease",
+                     std::to_string(borders_[n]) + " after " + std::to_string(borders_[n - 1]));
+      }
+    }
+    if (borders_.front() != 0)
+      refuse_value("cu_seqlens", "start at 0", std::to_string(borders_.front()));
+    if (borders_.back() != p.T) {
+      refuse_value("cu_seqlens", "end at T = " + std::to_string(p.T),
+                   std::to_string(borders_.back()));
+    }
+  }
+
+  // Before all launches. `states`: somebody has or wants them, or their gradients.
+  void begin(Params& p, Gradients* grads, bool states) {
+    if (!in_.cu_seqlens) return;
+    const at::Device device = in_.q.device();
+    if (device.is_cpu()) {
+      // There each is a batch of its own, whose steps lie in the one row.
+      p.borders = borders_.data();
+      p.B = p.sequences;
+      for (View<int64_t>* view : {&p.q, &p.k, &p.v, &p.gate, &p.y}) view->stride[0] = 0;
+      if (grads == nullptr) return;
+      for (View<int64_t>* view : {&grads->dy, &grads->dq, &grads->dk, &grads->dv, &grads->dgate})
+        view->stride[0] = 0;
+      return;
+    }
+#ifdef GATED_DELTA_WITH_CUDA
+    memory_ = allocate({marks_bytes(p)}, at::kByte, device);
+    const Tensor& offsets = *in_.cu_seqlens;
+    C10_CUDA_CHECK(launch_marks(p, offsets.const_data_ptr(), offsets.stride(0), is_long(), states,
+                                memory_.mutable_data_ptr(),
+                                c10::cuda::getCurrentCUDAStream(device.index())));
+#endif
+  }
+
+  // After all launches.
+  void finish(const Params& p, const Gradients* grads) {
+#ifdef GATED_DELTA_WITH_CUDA
+    if (!memory_.defined()) return;
+    C10_CUDA_CHECK(launch_tails(p, grads, c10::cuda::getCurrentCUDAStream(in_.q.device().index())));
+#endif
+  }
+
+ private:
+  bool is_long() const { return in_.cu_seqlens->scalar_type() == at::kLong; }
+
+  const Inputs& in_;
+  std::vector<int64_t> borders_;
+  Tensor memory_;
+};
+
 // Returns y and the final state, which is an undefined tensor when it isn't asked for.
 std::pair<Tensor, Tensor> forward(const Inputs& in) {
   Params p = describe(in);
   const at::Device device = in.q.device();
   const OnDevice on_device(device);
+  Packing packing(p, in);
+  const int64_t states = in.cu_seqlens ? p.sequences : p.B;
   const Tensor y = allocate({p.B, p.T, p.H, p.V}, in.q.scalar_type(), device);
   p.y = contiguous_view(y.mutable_data_ptr(), p.T, p.H, p.V);
   Tensor final_state;
   if (in.output_final_state) {
-    final_state = allocate({p.B, p.H, p.K, p.V}, state_type(in.q), device);
+    final_state = allocate({states, p.H, p.K, p.V}, state_type(in.q), device);
     p.final_state = contiguous_view(final_state.mutable_data_ptr(), p.H, p.K, p.V);
   }
   if (p.T == 0 && final_state.defined()) {
@@ -6204,6 +7131,7 @@ std::pair<Tensor, Tensor> forward(const Inputs& in) {
     }
   }
   if (y.numel() == 0) return {y, final_state};
+  packing.begin(p, nullptr, in.initial_state.has_value() || in.output_final_state);
   if (device.is_cpu()) {
     run_on_cpu(p, nullptr);
   }
@@ -6221,9 +7149,34 @@ std::pair<Tensor, Tensor> forward(const Inputs& in) {
       p.scratch = scratch.mutable_data_ptr();
     }
     C10_CUDA_CHECK(launch_forward(p, c10::cuda::getCurrentCUDAStream(device.index())));
+    packing.finish(p, nullptr);
   }
 #endif
   return {y, final_state};
+}
+
+Tensor step(const StepInputs& in) {
+  StepParams p = describe_step(in);
+  const at::Device device = in.q.device();
+  const OnDevice on_device(device);
+  const Tensor y = allocate({p.B, p.H, p.V}, in.q.scalar_type(), device);
+  if (y.numel() == 0) return y;
+  p.y = contiguous_view(y.mutable_data_ptr(), 1, p.H, p.V);
+  if (device.is_cpu()) {
+    step_on_cpu(p);
+  }
+#ifdef GATED_DELTA_WITH_CUDA
+  else {
+    C10_CUDA_CHECK(launch_step(p, c10::cuda::getCurrentCUDAStream(device.index())));
+  }
+#endif
+  return y;
+}
+
+Tensor step_operator(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gate,
+                     const Tensor& state, const std::optional<Tensor>& state_indices, double scale,
+                     bool log_gate) {
+  return step({q, k, v, gate, state, state_indices, scale, log_gate});
 }
 
 using Needed = std::array<bool, 5>;  // the gradients of q, k, v, gate and initial_state
@@ -6245,12 +7198,13 @@ View<int64_t> describe_gradient(const std::optional<Tensor>& tensor, const char*
 // Returns the needed gradients; the others are undefined tensors.
 std::array<Tensor, 5> backward(const Inputs& in, const std::optional<Tensor>& dy,
                                const std::optional<Tensor>& dfinal_state, const Needed& needed) {
-  const Params p = describe(in);
+  Params p = describe(in);
   const at::Device device = in.q.device();
   const OnDevice on_device(device);
+  Packing packing(p, in);
   const at::ScalarType dtype = in.q.scalar_type();
   const int64_t values[4] = {p.B, p.T, p.H, p.V};
-  const int64_t state[4] = {p.B, p.H, p.K, p.V};
+  const int64_t state[4] = {in.cu_seqlens ? p.sequences : p.B, p.H, p.K, p.V};
   Gradients grads;
   grads.dy = describe_gradient(dy, "dy", values, dtype, in.q);
   grads.dfinal_state =
@@ -6278,8 +7232,9 @@ std::array<Tensor, 5> backward(const Inputs& in, const std::optional<Tensor>& dy
     result[which] = allocate(shape, type, device);
     return contiguous_view(result[which].mutable_data_ptr(), shape[1], shape[2], shape[3]);
   };
-  grads.dq = place(0, in.q.sizes(), dtype);
-  grads.dk = place(1, in.q.sizes(), dtype);
+  const int64_t rows[4] = {p.B, p.T, p.H, p.K};
+  grads.dq = place(0, rows, dtype);
+  grads.dk = place(1, rows, dtype);
   grads.dv = place(2, values, dtype);
   grads.dgate = place(3, values, gate_type);
   grads.dinitial_state = place(4, state, state_type(in.q));
@@ -6289,17 +7244,25 @@ std::array<Tensor, 5> backward(const Inputs& in, const std::optional<Tensor>& dy
     }
     if (p.T == 0 && result[4].defined() && dfinal_state) result[4].copy_(*dfinal_state);
   } else if (device.is_cpu()) {
+    packing.begin(p, &grads, true);
     run_on_cpu(p, &grads);
   }
 #ifdef GATED_DELTA_WITH_CUDA
   else {
+    packing.begin(p, &grads, in.initial_state.has_value() || dfinal_state.has_value());
     const int64_t bytes = backward_scratch_bytes(p);
     Tensor scratch;
     if (bytes > 0) scratch = allocate({bytes}, at::kByte, device);
     C10_CUDA_CHECK(launch_backward(p, grads, bytes > 0 ? scratch.mutable_data_ptr() : nullptr,
                                    c10::cuda::getCurrentCUDAStream(device.index())));
+    packing.finish(p, &grads);
   }
 #endif
+  for (int which = 0; p.group > 1 && which < 2; ++which) {
+    // Sums of half-precision numbers are float32.
+    if (result[which].defined())
+      result[which] = result[which].view({in.q.size(0), p.T, p.H / p.group, p.group, p.K}).sum(3);
+  }
   if (result[3].defined() && in.gate.sizes() != result[3].sizes()) {
     std::vector<int64_t> axes;
     for (int64_t axis = 0; axis < 4; ++axis) {
@@ -6315,9 +7278,10 @@ std::array<Tensor, 5> backward(const Inputs& in, const std::optional<Tensor>& dy
 std::tuple<Tensor, Tensor> forward_operator(const Tensor& q, const Tensor& k, const Tensor& v,
                                             const Tensor& gate,
                                             const std::optional<Tensor>& initial_state,
-                                            double scale, bool output_final_state, bool log_gate) {
+                                            double scale, bool output_final_state, bool log_gate,
+                                            const std::optional<Tensor>& cu_seqlens) {
   auto [y, final_state] =
-      forward({q, k, v, gate, initial_state, scale, output_final_state, log_gate});
+      forward({q, k, v, gate, initial_state, scale, output_final_state, log_gate, cu_seqlens});
   if (!final_state.defined()) final_state = allocate({0}, state_type(q), q.device());
   return {y, final_state};
 }
@@ -6325,9 +7289,10 @@ std::tuple<Tensor, Tensor> forward_operator(const Tensor& q, const Tensor& k, co
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_operator(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gate,
     const std::optional<Tensor>& initial_state, const std::optional<Tensor>& dy,
-    const std::optional<Tensor>& dfinal_state, double scale, bool log_gate, Needed needed) {
-  auto result =
-      backward({q, k, v, gate, initial_state, scale, false, log_gate}, dy, dfinal_state, needed);
+    const std::optional<Tensor>& dfinal_state, double scale, bool log_gate, Needed needed,
+    const std::optional<Tensor>& cu_seqlens) {
+  auto result = backward({q, k, v, gate, initial_state, scale, false, log_gate, cu_seqlens}, dy,
+                         dfinal_state, needed);
   for (Tensor& each : result) {
     if (!each.defined()) each = allocate({0}, q.scalar_type(), q.device());
   }
@@ -6352,6 +7317,12 @@ const auto& registered_backward() {
   return handle;
 }
 
+const auto& registered_step() {
+  static const auto handle =
+      registered<decltype(step_operator)>(GATED_DELTA_STRING(TORCH_EXTENSION_NAME) "::step");
+  return handle;
+}
+
 // ========================================= Autograd ===========================================
 
 // Likewise for a whole call, which no profiler watches either.
@@ -6371,26 +7342,28 @@ void refuse_tangent(const Tensor& tensor, const char* name) {
 // Keeps the inputs and nothing else; the backward computes the states again.
 class ForwardFunction : public torch::autograd::Function<ForwardFunction> {
  public:
-  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx,
-                                                const Tensor& q, const Tensor& k, const Tensor& v,
-                                                const Tensor& gate,
-                                                const std::optional<Tensor>& initial_state,
-                                                double scale, bool output_final_state,
-                                                bool log_gate) {
+  static torch::autograd::variable_list forward(
+      torch::autograd::AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
+      const Tensor& gate, const std::optional<Tensor>& initial_state, double scale,
+      bool output_final_state, bool log_gate, const std::optional<Tensor>& cu_seqlens) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     const Tensor state = initial_state.value_or(Tensor());
-    ctx->save_for_backward({q, k, v, gate, state});
+    if (cu_seqlens) {
+      ctx->save_for_backward({q, k, v, gate, state, *cu_seqlens});
+    } else {
+      ctx->save_for_backward({q, k, v, gate, state});
+    }
     if (scale != 1) ctx->saved_data["scale"] = scale;
     if (log_gate) ctx->saved_data["log_gate"] = true;
     ctx->set_materialize_grads(false);
-    if (goes_straight({&q, &k, &v, &gate, &state})) {
-      auto [y, final_state] =
-          gated_delta::forward({q, k, v, gate, initial_state, scale, output_final_state, log_gate});
+    if (goes_straight({&q, &k, &v, &gate, &state}) && (!cu_seqlens || plain(*cu_seqlens))) {
+      auto [y, final_state] = gated_delta::forward(
+          {q, k, v, gate, initial_state, scale, output_final_state, log_gate, cu_seqlens});
       if (!output_final_state) return {y};
       return {y, final_state};
     }
     auto [y, final_state] = registered_forward().call(q, k, v, gate, initial_state, scale,
-                                                      output_final_state, log_gate);
+                                                      output_final_state, log_gate, cu_seqlens);
     if (!output_final_state) ctx->mark_non_differentiable({final_state});
     return {y, final_state};
   }
@@ -6402,6 +7375,7 @@ class ForwardFunction : public torch::autograd::Function<ForwardFunction> {
       return tensor.defined() ? std::optional<Tensor>(tensor) : std::nullopt;
     };
     const std::optional<Tensor> initial_state = optional(saved[4]);
+    const std::optional<Tensor> cu_seqlens = saved.size() > 5 ? optional(saved[5]) : std::nullopt;
     const std::optional<Tensor> dy = optional(gradients[0]);
     const std::optional<Tensor> dfinal_state =
         gradients.size() > 1 ? optional(gradients[1]) : std::nullopt;
@@ -6410,7 +7384,7 @@ class ForwardFunction : public torch::autograd::Function<ForwardFunction> {
     const bool log_gate = ctx->saved_data.find("log_gate") != ctx->saved_data.end();
     Needed needed;
     for (size_t n = 0; n < 5; ++n) needed[n] = saved[n].defined() && ctx->needs_input_grad(n);
-    torch::autograd::variable_list result(8);
+    torch::autograd::variable_list result(9);
     const auto keep = [&](auto&&... computed) {
       size_t n = 0;
       ((needed[n] ? void(result[n] = std::move(computed)) : void(), ++n), ...);
@@ -6418,14 +7392,14 @@ class ForwardFunction : public torch::autograd::Function<ForwardFunction> {
     const Tensor none;
     if (!at::GradMode::is_enabled() &&
         goes_straight({&saved[0], &saved[1], &saved[2], &saved[3], &saved[4], dy ? &*dy : &none,
-                       dfinal_state ? &*dfinal_state : &none})) {
+                       dfinal_state ? &*dfinal_state : &none, cu_seqlens ? &*cu_seqlens : &none})) {
       std::apply(keep, gated_delta::backward({saved[0], saved[1], saved[2], saved[3], initial_state,
-                                              scale, false, log_gate},
+                                              scale, false, log_gate, cu_seqlens},
                                              dy, dfinal_state, needed));
     } else {
       std::apply(keep,
                  registered_backward().call(saved[0], saved[1], saved[2], saved[3], initial_state,
-                                            dy, dfinal_state, scale, log_gate, needed));
+                                            dy, dfinal_state, scale, log_gate, needed, cu_seqlens));
     }
     return result;
   }
@@ -6434,14 +7408,15 @@ class ForwardFunction : public torch::autograd::Function<ForwardFunction> {
 std::tuple<Tensor, Tensor> forward_autograd(const Tensor& q, const Tensor& k, const Tensor& v,
                                             const Tensor& gate,
                                             const std::optional<Tensor>& initial_state,
-                                            double scale, bool output_final_state, bool log_gate) {
+                                            double scale, bool output_final_state, bool log_gate,
+                                            const std::optional<Tensor>& cu_seqlens) {
   refuse_tangent(q, "q");
   refuse_tangent(k, "k");
   refuse_tangent(v, "v");
   refuse_tangent(gate, "gate");
   refuse_tangent(initial_state.value_or(Tensor()), "initial_state");
-  const auto result =
-      ForwardFunction::apply(q, k, v, gate, initial_state, scale, output_final_state, log_gate);
+  const auto result = ForwardFunction::apply(q, k, v, gate, initial_state, scale,
+                                             output_final_state, log_gate, cu_seqlens);
   if (result.size() == 1) return {result[0], allocate({0}, state_type(q), q.device())};
   return {result[0], result[1]};
 }
@@ -6449,7 +7424,8 @@ std::tuple<Tensor, Tensor> forward_autograd(const Tensor& q, const Tensor& k, co
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_autograd(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gate,
     const std::optional<Tensor>& initial_state, const std::optional<Tensor>& dy,
-    const std::optional<Tensor>& dfinal_state, double scale, bool log_gate, Needed needed) {
+    const std::optional<Tensor>& dfinal_state, double scale, bool log_gate, Needed needed,
+    const std::optional<Tensor>& cu_seqlens) {
   for (const Tensor& each : {q, k, v, gate, initial_state.value_or(Tensor()), dy.value_or(Tensor()),
                              dfinal_state.value_or(Tensor())}) {
     if (!each.defined() || !at::GradMode::is_enabled() || !each.requires_grad()) continue;
@@ -6459,14 +7435,56 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_autograd(
   }
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   return registered_backward().call(q, k, v, gate, initial_state, dy, dfinal_state, scale, log_gate,
-                                    needed);
+                                    needed, cu_seqlens);
+}
+
+void refuse_gradient(const Tensor& tensor, const char* name) {
+  refuse_tangent(tensor, name);
+  if (!at::GradMode::is_enabled() || !tensor.requires_grad()) return;
+  C10_THROW_ERROR(NotImplementedError, std::string("gated_delta: `") + name +
+                                           "` must not require grad for gated_delta_step, which "
+                                           "is for inference, got requires_grad=True; call it "
+                                           "under torch.no_grad() or take gated_delta");
+}
+
+// What autograd has to do with a step: nothing, but for the count of the state's changes.
+void watch_step(const StepInputs& in) {
+  refuse_gradient(in.q, "q");
+  refuse_gradient(in.k, "k");
+  refuse_gradient(in.v, "v");
+  refuse_gradient(in.gate, "gate");
+  refuse_gradient(in.state, "state");
+  in.state.unsafeGetTensorImpl()->bump_version();
+}
+
+Tensor step_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gate,
+                     const Tensor& state, const std::optional<Tensor>& state_indices, double scale,
+                     bool log_gate) {
+  watch_step({q, k, v, gate, state, state_indices, scale, log_gate});
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return registered_step().call(q, k, v, gate, state, state_indices, scale, log_gate);
+}
+
+Tensor step_autocast(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gate,
+                     const Tensor& state, const std::optional<Tensor>& state_indices, double scale,
+                     bool log_gate) {
+  const at::DeviceType device = q.device().type();
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(
+      c10::DispatchKeySet({c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA}));
+  const auto cast = [&](const Tensor& tensor) {
+    if (tensor.scalar_type() != at::kFloat) return tensor;
+    return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), tensor, device);
+  };
+  return registered_step().call(cast(q), cast(k), cast(v), gate, state, state_indices, scale,
+                                log_gate);
 }
 
 // Under autocast float32 q, k and v take the cheap type; gate and states stay as they are.
 std::tuple<Tensor, Tensor> forward_autocast(const Tensor& q, const Tensor& k, const Tensor& v,
                                             const Tensor& gate,
                                             const std::optional<Tensor>& initial_state,
-                                            double scale, bool output_final_state, bool log_gate) {
+                                            double scale, bool output_final_state, bool log_gate,
+                                            const std::optional<Tensor>& cu_seqlens) {
   const at::DeviceType device = q.device().type();
   c10::impl::ExcludeDispatchKeyGuard no_autocast(
       c10::DispatchKeySet({c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA}));
@@ -6475,38 +7493,49 @@ std::tuple<Tensor, Tensor> forward_autocast(const Tensor& q, const Tensor& k, co
     return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), tensor, device);
   };
   return registered_forward().call(cast(q), cast(k), cast(v), gate, initial_state, scale,
-                                   output_final_state, log_gate);
+                                   output_final_state, log_gate, cu_seqlens);
 }
 
 GATED_DELTA_LIBRARY(TORCH_EXTENSION_NAME, m) {
   m.def(
       "forward(Tensor q, Tensor k, Tensor v, Tensor gate, Tensor? initial_state, float scale, "
-      "bool output_final_state, bool log_gate) -> (Tensor y, Tensor final_state)",
+      "bool output_final_state, bool log_gate, Tensor? cu_seqlens=None) -> "
+      "(Tensor y, Tensor final_state)",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "backward(Tensor q, Tensor k, Tensor v, Tensor gate, Tensor? initial_state, Tensor? dy, "
-      "Tensor? dfinal_state, float scale, bool log_gate, bool[5] needed) -> "
+      "Tensor? dfinal_state, float scale, bool log_gate, bool[5] needed, "
+      "Tensor? cu_seqlens=None) -> "
       "(Tensor dq, Tensor dk, Tensor dv, Tensor dgate, Tensor dinitial_state)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "step(Tensor q, Tensor k, Tensor v, Tensor gate, Tensor(a!) state, Tensor? state_indices, "
+      "float scale, bool log_gate) -> Tensor",
       {at::Tag::pt2_compliant_tag});
 }
 
 GATED_DELTA_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, m) {
   m.impl("forward", forward_operator);
   m.impl("backward", backward_operator);
+  m.impl("step", step_operator);
 }
 GATED_DELTA_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, m) {
   m.impl("forward", forward_operator);
   m.impl("backward", backward_operator);
+  m.impl("step", step_operator);
 }
 GATED_DELTA_LIBRARY_IMPL(TORCH_EXTENSION_NAME, Autograd, m) {
   m.impl("forward", forward_autograd);
   m.impl("backward", backward_autograd);
+  m.impl("step", step_autograd);
 }
 GATED_DELTA_LIBRARY_IMPL(TORCH_EXTENSION_NAME, AutocastCPU, m) {
   m.impl("forward", forward_autocast);
+  m.impl("step", step_autocast);
 }
 GATED_DELTA_LIBRARY_IMPL(TORCH_EXTENSION_NAME, AutocastCUDA, m) {
   m.impl("forward", forward_autocast);
+  m.impl("step", step_autocast);
 }
 
 }  // namespace
@@ -6523,10 +7552,15 @@ bool plain(const Tensor& tensor) {
   return (keys.raw_repr() & ~ordinary.raw_repr()) == 0;
 }
 
+Tensor call_step(const StepInputs& in) {
+  watch_step(in);
+  return step(in);
+}
+
 std::pair<Tensor, Tensor> call_operator(const Inputs& in, bool records) {
   if (!records) return forward(in);
   const auto outputs = ForwardFunction::apply(in.q, in.k, in.v, in.gate, in.initial_state, in.scale,
-                                              in.output_final_state, in.log_gate);
+                                              in.output_final_state, in.log_gate, in.cu_seqlens);
   return {outputs[0], in.output_final_state ? outputs[1] : Tensor()};
 }
 
@@ -6564,15 +7598,16 @@ class WithoutGil {
 
 PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK(count == 8, "call takes 8 arguments");
+  TORCH_CHECK(count == 9, "call takes 9 arguments");
   PyObject* const initial_state_object = arguments[5];
   const bool has_state = initial_state_object != Py_None;
+  const bool has_sequences = arguments[8] != Py_None;
   bool straight = !at::impl::torch_function_mode_enabled() && !at::hasCallbacks() &&
                   (PyFloat_Check(arguments[4]) || PyLong_CheckExact(arguments[4])) &&
                   PyBool_Check(arguments[6]) && PyBool_Check(arguments[7]);
   bool records = false;
-  for (int n = 0; n < 6; ++n) {
-    if (n == 4 || (n == 5 && !has_state)) continue;
+  for (int n = 0; n < (has_sequences ? 9 : 6); ++n) {
+    if (n == 4 || (n == 5 && !has_state) || n == 6 || n == 7) continue;
     straight = straight && THPVariable_CheckExact(arguments[n]);
     if (!straight) break;
     const Tensor& tensor = THPVariable_Unpack(arguments[n]);
@@ -6587,6 +7622,8 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (scale == -1 && PyErr_Occurred()) return nullptr;  // an int beyond every float
   std::optional<Tensor> initial_state;
   if (has_state) initial_state = THPVariable_Unpack(initial_state_object);
+  std::optional<Tensor> cu_seqlens;
+  if (has_sequences) cu_seqlens = THPVariable_Unpack(arguments[8]);
   const Inputs in{THPVariable_Unpack(arguments[0]),
                   THPVariable_Unpack(arguments[1]),
                   THPVariable_Unpack(arguments[2]),
@@ -6594,7 +7631,8 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
                   initial_state,
                   scale,
                   arguments[6] == Py_True,
-                  arguments[7] == Py_True};
+                  arguments[7] == Py_True,
+                  cu_seqlens};
   std::pair<Tensor, Tensor> result;
   {
     const WithoutGil without_gil;
@@ -6607,6 +7645,46 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   Py_DECREF(y);
   Py_DECREF(final_state);
   return pair;
+  END_HANDLE_TH_ERRORS
+}
+
+// Likewise for gated_delta_step.
+PyObject* call_step(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(count == 8, "call_step takes 8 arguments");
+  const bool has_indices = arguments[7] != Py_None;
+  bool straight = !at::impl::torch_function_mode_enabled() && !at::hasCallbacks() &&
+                  (PyFloat_Check(arguments[5]) || PyLong_CheckExact(arguments[5])) &&
+                  PyBool_Check(arguments[6]);
+  for (int n = 0; n < 8; ++n) {
+    if (n == 5 || n == 6 || (n == 7 && !has_indices)) continue;
+    straight = straight && THPVariable_CheckExact(arguments[n]);
+    if (!straight) break;
+    const Tensor& tensor = THPVariable_Unpack(arguments[n]);
+    straight = plain(tensor);
+#ifndef GATED_DELTA_WITH_CUDA
+    straight = straight && tensor.device().is_cpu();
+#endif
+  }
+  if (!straight) Py_RETURN_NOTIMPLEMENTED;
+  const double scale = PyFloat_AsDouble(arguments[5]);
+  if (scale == -1 && PyErr_Occurred()) return nullptr;  // an int beyond every float
+  std::optional<Tensor> state_indices;
+  if (has_indices) state_indices = THPVariable_Unpack(arguments[7]);
+  const StepInputs in{THPVariable_Unpack(arguments[0]),
+                      THPVariable_Unpack(arguments[1]),
+                      THPVariable_Unpack(arguments[2]),
+                      THPVariable_Unpack(arguments[3]),
+                      THPVariable_Unpack(arguments[4]),
+                      state_indices,
+                      scale,
+                      arguments[6] == Py_True};
+  Tensor y;
+  {
+    const WithoutGil without_gil;
+    y = gated_delta::call_step(in);
+  }
+  return THPVariable_Wrap(y);
   END_HANDLE_TH_ERRORS
 }
 
@@ -6624,6 +7702,8 @@ PyMethodDef methods[] = {
     {"choose_kernels", choose_kernels, METH_O, nullptr},
     {"call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call)), METH_FASTCALL,
      nullptr},
+    {"call_step", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call_step)),
+     METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -6925,6 +8005,7 @@ def _load_library():
         library.fake_forward = _fake_forward
         torch.library.register_fake(f"{name}::forward", _fake_forward)
         torch.library.register_fake(f"{name}::backward", _fake_backward)
+        torch.library.register_fake(f"{name}::step", _fake_step)
     return library, path, lacks
 
 
@@ -6933,7 +8014,7 @@ def _load_library():
 # ==================================================================================================================
 
 
-def _check_shapes(q, k, v, gate, initial_state) -> None:
+def _check_shapes(q, k, v, gate, initial_state, cu_seqlens=None) -> None:
     """What the C++ side checks of real tensors, for fake and meta tensors."""
 
     def check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], may_broadcast: bool = False) -> None:
@@ -6949,33 +8030,46 @@ def _check_shapes(q, k, v, gate, initial_state) -> None:
         raise ValueError(f"gated_delta: `q` must have the 4 dimensions (B, T, H, K), got shape {tuple(q.shape)}")
     if v.dim() != 4:
         raise ValueError(f"gated_delta: `v` must have the 4 dimensions (B, T, H, V), got shape {tuple(v.shape)}")
-    B, T, H, K = q.shape
-    V = v.shape[3]
+    B, T, row_heads, K = q.shape
+    H, V = v.shape[2:]
     check("k", k, q.shape)
+    if H != row_heads and (row_heads == 0 or H == 0 or H % row_heads != 0):
+        H = row_heads
     check("v", v, (B, T, H, V))
     check("gate", gate, (B, T, H, V), may_broadcast=True)
+    if cu_seqlens is not None:
+        if cu_seqlens.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"gated_delta: `cu_seqlens` must be int32 or int64, got {cu_seqlens.dtype}")
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+            got = tuple(cu_seqlens.shape)
+            raise ValueError(f"gated_delta: `cu_seqlens` must have shape (N + 1,), N at least 1, got {got}")
+        check("cu_seqlens", cu_seqlens, cu_seqlens.shape)
+        if B != 1:
+            raise ValueError(f"gated_delta: `q` must have B = 1 beside cu_seqlens, got shape {tuple(q.shape)}")
     if initial_state is not None:
-        check("initial_state", initial_state, (B, H, K, V))
+        check("initial_state", initial_state, _state_shape(q, v, cu_seqlens))
+
+
+def _state_shape(q, v, cu_seqlens):
+    return (q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, v.shape[2], q.shape[3], v.shape[3])
 
 
 def _state_dtype(q: torch.Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _fake_forward(q, k, v, gate, initial_state, scale, output_final_state, log_gate):
+def _fake_forward(q, k, v, gate, initial_state, scale, output_final_state, log_gate, cu_seqlens=None):
     """Shapes and dtypes of the results, for torch.compile, fake and meta tensors."""
-    _check_shapes(q, k, v, gate, initial_state)
-    B, _, H, K = q.shape
-    state_shape = (B, H, K, v.shape[3]) if output_final_state else (0,)
+    _check_shapes(q, k, v, gate, initial_state, cu_seqlens)
+    state_shape = _state_shape(q, v, cu_seqlens) if output_final_state else (0,)
     y = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     return y, torch.empty(state_shape, dtype=_state_dtype(q), device=q.device)
 
 
-def _fake_backward(q, k, v, gate, initial_state, dy, dfinal_state, scale, log_gate, needed):
+def _fake_backward(q, k, v, gate, initial_state, dy, dfinal_state, scale, log_gate, needed, cu_seqlens=None):
     """Likewise for the gradients."""
-    _check_shapes(q, k, v, gate, initial_state)
-    B, _, H, K = q.shape
-    shapes = (q.shape, k.shape, v.shape, gate.shape, (B, H, K, v.shape[3]))
+    _check_shapes(q, k, v, gate, initial_state, cu_seqlens)
+    shapes = (q.shape, k.shape, v.shape, gate.shape, _state_shape(q, v, cu_seqlens))
     dtypes = (q.dtype, q.dtype, q.dtype, gate.dtype, _state_dtype(q))
     return tuple(
         torch.empty(shape if wanted else (0,), dtype=dtype if wanted else q.dtype, device=q.device)
@@ -6983,15 +8077,38 @@ def _fake_backward(q, k, v, gate, initial_state, dy, dfinal_state, scale, log_ga
     )
 
 
-def _check_kinds(q, k, v, gate, scale, initial_state, output_final_state, log_gate) -> None:
+def _fake_step(q, k, v, gate, state, state_indices, scale, log_gate):
+    """Shape and dtype of a decode step's result."""
+
+    def check(fits: bool, name: str, expected: str, tensor: torch.Tensor) -> None:
+        if not fits:
+            raise ValueError(f"gated_delta: `{name}` must have shape {expected}, got {tuple(tensor.shape)}")
+        if tensor.device != q.device:
+            raise ValueError(f"gated_delta: `{name}` must be on q's device {q.device}, got {tensor.device}")
+
+    check(q.dim() == 3, "q", "(B, H, K)", q)
+    check(k.shape == q.shape, "k", str(tuple(q.shape)), k)
+    B, row_heads, K = q.shape
+    fits = v.dim() == 3 and v.shape[0] == B
+    fits = fits and (v.shape[1] == row_heads or (row_heads > 0 and v.shape[1] > 0 and v.shape[1] % row_heads == 0))
+    check(fits, "v", "(B, H, V), B and H those of q or H a multiple", v)
+    fits = gate.dim() == 3 and all(a == b or a == 1 for a, b in zip(gate.shape, v.shape, strict=True))
+    check(fits, "gate", f"broadcastable to {tuple(v.shape)}", gate)
+    fits = state.dim() == 4 and state.shape[1:] == (v.shape[1], K, v.shape[2])
+    fits = fits and (state_indices is not None or state.shape[0] == B)
+    check(fits, "state", f"({B if state_indices is None else 'pool'}, {v.shape[1]}, {K}, {v.shape[2]})", state)
+    if state_indices is not None:
+        check(state_indices.shape == (B,), "state_indices", f"({B},)", state_indices)
+    return torch.empty(v.shape, dtype=q.dtype, device=q.device)
+
+
+def _check_kinds(tensors, scale, **flags) -> None:
     """Refuses what the operator's schema would refuse with a message that helps less."""
-    tensors = {"q": q, "k": k, "v": v, "gate": gate}
-    if initial_state is not None:
-        tensors["initial_state"] = initial_state
+    q = tensors["q"]
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"gated_delta: `{name}` must be a tensor, got {type(value).__name__}")
-    for name, value in {"output_final_state": output_final_state, "log_gate": log_gate}.items():
+    for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"gated_delta: `{name}` must be a bool, got {type(value).__name__}")
     if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
@@ -7012,6 +8129,7 @@ def gated_delta(
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     log_gate: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Value-gated linear recurrence over time, the whole sequence in one call.
 
@@ -7019,7 +8137,8 @@ def gated_delta(
         y_t[j]    = scale * sum_i q_t[i] * S_t[i, j]
 
     Arguments:
-        q, k: (B, T, H, K), float32, float64, float16 or bfloat16, with any strides.
+        q, k: (B, T, H, K), float32, float64, float16 or bfloat16, with any strides. Grouped heads: (B, T, H / n, K),
+            of which head h reads head h // n; their gradients are sums over the group.
         v: (B, T, H, V), the dtype and device of q.
         gate: broadcastable to (B, T, H, V), q's dtype, or float32 beside half-precision q, k, v. Plain numbers, not
             logarithms: any value is exact as long as products of consecutive gates stay in the state's range.
@@ -7027,6 +8146,13 @@ def gated_delta(
         initial_state: (B, H, K, V), float32 (float64 beside float64 inputs). Default: zeros.
         output_final_state: also return the state after the last step. Default False.
         log_gate: `gate` holds natural logarithms of the gates, as flash-linear-attention's does. Default False.
+        cu_seqlens: (N + 1,), int32 or int64, on q's device: N sequences packed along T, B = 1, as in
+            flash-linear-attention. Sequence n has the steps from cu_seqlens[n] to cu_seqlens[n + 1], none where they
+            are equal; it starts from initial_state[n], and its last state is final_state[n]: both are (N, H, K, V). The
+            first offset is 0, none is below the one before, the last is T. On a CPU anything else raises. On a GPU
+            nobody looks at the numbers (a call never waits, and can be captured in a graph): steps past the last offset
+            give y = 0 and zero gradients; otherwise wrong offsets give wrong numbers, but touch no other memory. A NaN
+            or infinity in short sequences (fewer than 128 steps on average, no states) may reach their neighbours.
 
     Returns:
         (y, final_state): y (B, T, H, V) in q's dtype, contiguous; final_state (B, H, K, V) in the state's dtype, or
@@ -7047,12 +8173,59 @@ def gated_delta(
     has no delta rule: for Gated DeltaNet (arXiv:2412.06464) it is the wrong operator.
     """
     if not torch.compiler.is_compiling():
-        result = _call(q, k, v, gate, scale, initial_state, output_final_state, log_gate)
+        result = _call(q, k, v, gate, scale, initial_state, output_final_state, log_gate, cu_seqlens)
         if result is not NotImplemented:
             return result
-        _check_kinds(q, k, v, gate, scale, initial_state, output_final_state, log_gate)
-    y, final_state = OPERATOR(q, k, v, gate, initial_state, scale, output_final_state, log_gate)
+        tensors = {"q": q, "k": k, "v": v, "gate": gate}
+        if initial_state is not None:
+            tensors["initial_state"] = initial_state
+        if cu_seqlens is not None:
+            tensors["cu_seqlens"] = cu_seqlens
+        _check_kinds(tensors, scale, output_final_state=output_final_state, log_gate=log_gate)
+    y, final_state = OPERATOR(q, k, v, gate, initial_state, scale, output_final_state, log_gate, cu_seqlens)
     return y, (final_state if output_final_state else None)
+
+
+def gated_delta_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gate: torch.Tensor,
+    state: torch.Tensor,
+    *,
+    scale: float = 1.0,
+    log_gate: bool = False,
+    state_indices: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One step of `gated_delta` for decoding: updates `state` in place and returns y.
+
+    Arguments:
+        q, k: (B, H, K), or (B, H / n, K) for grouped heads; types and strides as for `gated_delta`.
+        v: (B, H, V), the dtype and device of q.
+        gate: broadcastable to (B, H, V), q's dtype, or float32 beside half-precision q, k, v.
+        state: (B, H, K, V), float32 (float64 beside float64 inputs), or q's dtype, which halves the time and rounds the
+            state in every step. Any strides but those of an expanded tensor. It is overwritten.
+        scale, log_gate: as for `gated_delta`.
+        state_indices: (B,), int32 or int64. Then `state` is a pool (P, H, K, V), and batch b has its row
+            state_indices[b]. A negative index is a padded slot: its y is 0, and no state is touched. An index that
+            comes twice leaves its state undefined. An index of P or above raises on a CPU; on a GPU, where nobody can
+            see it without waiting, its y is NaN, and no state is touched.
+
+    Returns:
+        y: (B, H, V) in q's dtype, contiguous, from the state before it is rounded to its dtype.
+
+    Errors: those of `gated_delta`, and NotImplementedError where grad mode is on and an argument requires grad: the
+    step is for inference.
+    """
+    if not torch.compiler.is_compiling():
+        result = _call_step(q, k, v, gate, state, scale, log_gate, state_indices)
+        if result is not NotImplemented:
+            return result
+        tensors = {"q": q, "k": k, "v": v, "gate": gate, "state": state}
+        if state_indices is not None:
+            tensors["state_indices"] = state_indices
+        _check_kinds(tensors, scale, log_gate=log_gate)
+    return OPERATOR_STEP(q, k, v, gate, state, state_indices, scale, log_gate)
 
 
 class ModelNew(torch.nn.Module):
@@ -7077,6 +8250,8 @@ if __name__ == "__main__":
 else:
     _library, LIBRARY, _LACKS = _load_library()
     _call = _library.call
+    _call_step = _library.call_step
     OPERATOR = getattr(torch.ops, _library.__name__).forward.default
     OPERATOR_BACKWARD = getattr(torch.ops, _library.__name__).backward.default
+    OPERATOR_STEP = getattr(torch.ops, _library.__name__).step.default
     HAS_CUDA = not _library.__name__.endswith("_cpu")

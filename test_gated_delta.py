@@ -47,8 +47,8 @@ from torch.utils.checkpoint import checkpoint
 
 import bench
 import gated_delta_jit
-from gated_delta_jit import OPERATOR, OPERATOR_BACKWARD, ModelNew, gated_delta
-from reference import Model, gated_delta_reference, get_init_inputs, get_inputs
+from gated_delta_jit import OPERATOR, OPERATOR_BACKWARD, OPERATOR_STEP, ModelNew, gated_delta, gated_delta_step
+from reference import Model, gated_delta_reference, gated_delta_step_reference, get_init_inputs, get_inputs
 
 
 class Bar(NamedTuple):
@@ -134,15 +134,21 @@ class Problem:
     scale: float = 1.0
     output_final_state: bool = False
     log_gate: bool = False
+    cu_seqlens: Tensor | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
-        B, T, H, K = self.q.shape
-        return B, T, H, K, self.v.shape[-1]
+        B, T, H, V = self.v.shape
+        return B, T, H, self.q.shape[-1], V
 
     @property
     def state_dtype(self) -> torch.dtype:
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    @property
+    def states(self) -> int:
+        """How many batches or sequences have a state."""
+        return self.v.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     def tensors(self) -> dict[str, Tensor]:
         names = ("q", "k", "v", "gate", "initial_state")
@@ -150,7 +156,8 @@ class Problem:
 
     def options(self) -> dict[str, Any]:
         names = ("initial_state", "scale", "output_final_state", "log_gate")
-        return {name: getattr(self, name) for name in names}
+        packed = {} if self.cu_seqlens is None else {"cu_seqlens": self.cu_seqlens}
+        return {**{name: getattr(self, name) for name in names}, **packed}
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Problem":
         return replace(self, **{name: function(tensor) for name, tensor in self.tensors().items()})
@@ -168,7 +175,8 @@ class Problem:
 
     def operator_arguments(self) -> tuple[Any, ...]:
         flags = (self.scale, self.output_final_state, self.log_gate)
-        return (self.q, self.k, self.v, self.gate, self.initial_state, *flags)
+        packed = () if self.cu_seqlens is None else (self.cu_seqlens,)
+        return (self.q, self.k, self.v, self.gate, self.initial_state, *flags, *packed)
 
 
 def _see_saw(noise: Tensor) -> Tensor:
@@ -210,9 +218,15 @@ def make_problem(
     scale: float = 1.0,
     output_final_state: bool = True,
     log_gate: bool = False,
+    group: int = 1,
+    lengths: list[int] | None = None,
+    offset_dtype: torch.dtype = torch.int32,
     seed: int = 0,
 ) -> Problem:
-    """Normal q, k, v and state, and a gate of the named kind; the same arguments give the same numbers everywhere."""
+    """Normal q, k, v and state, and a gate of the named kind; the same arguments give the same numbers everywhere.
+
+    `group`: heads of v that share one of q and k. `lengths`: of the sequences that are packed along T.
+    """
     B, T, H, K, V = sizes
     generator = torch.Generator().manual_seed(zlib.crc32(repr((sizes, gate, gate_shape, seed)).encode()))
 
@@ -220,12 +234,15 @@ def make_problem(
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    q, k, v = (normal(B, T, H, width).to(dtype) for width in (K, K, V))
+    q, k, v = (normal(B, T, heads, width).to(dtype) for heads, width in ((H // group, K), (H // group, K), (H, V)))
     gate_values = GATES[gate](normal(*(gate_shape or (B, T, H, V))))
     if log_gate:
         gate_values = gate_values.log()
-    initial_state = normal(B, H, K, V).to(state_dtype) if state else None
+    initial_state = normal(B if lengths is None else len(lengths), H, K, V).to(state_dtype) if state else None
     problem = Problem(q, k, v, gate_values.to(gate_dtype or dtype), initial_state, scale, output_final_state, log_gate)
+    if lengths is not None:
+        offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=offset_dtype, device=device)
+        problem = replace(problem, cu_seqlens=offsets)
     return problem.map(lambda tensor: tensor.to(device))
 
 
@@ -310,7 +327,7 @@ def oracle(problem: Problem) -> tuple[Tensor, Tensor]:
     exact = problem.map(lambda tensor: tensor.double())
     B, T, *_ = problem.sizes
     stretch, lead = 256, 128
-    cut = in_stretches(exact, stretch, lead) if T > 4 * stretch else None
+    cut = in_stretches(exact, stretch, lead) if T > 4 * stretch and exact.cu_seqlens is None else None
     part = cut or exact
     with one_thread():
         options = {**part.options(), "output_final_state": True}
@@ -394,7 +411,8 @@ def check_form(problem: Problem, y: Tensor, state: Tensor | None) -> None:
     assert (state is not None) == problem.output_final_state
     if state is None:
         return
-    assert (state.shape, state.dtype, state.device) == ((B, H, K, V), problem.state_dtype, problem.q.device)
+    form = ((problem.states, H, K, V), problem.state_dtype, problem.q.device)
+    assert (state.shape, state.dtype, state.device) == form
     assert state.is_contiguous()
     assert state.requires_grad == (state.grad_fn is not None) == differentiable
     for name, tensor in problem.tensors().items():
@@ -416,7 +434,7 @@ def run(problem: Problem) -> tuple[Tensor, Tensor | None]:
     """One call in poisoned memory; checks everything about it but the numbers."""
     B, T, H, K, V = problem.sizes
     y_bytes = B * T * H * V * problem.q.element_size()
-    state_bytes = B * H * K * V * (8 if problem.q.dtype == torch.float64 else 4)
+    state_bytes = problem.states * H * K * V * (8 if problem.q.dtype == torch.float64 else 4)
     with unchanged(problem.tensors()):
         poison(problem.q.device, [y_bytes, state_bytes, y_bytes + state_bytes, 2 * state_bytes])
         y, state = problem.call()
@@ -1324,6 +1342,7 @@ def test_signature() -> None:
     """Names, order, defaults and keyword-only options are as documented."""
     parameters = inspect.signature(gated_delta).parameters
     defaults = {"scale": 1.0, "initial_state": None, "output_final_state": False, "log_gate": False}
+    defaults["cu_seqlens"] = None
     assert list(parameters) == ["q", "k", "v", "gate", *defaults]
     for name, default in defaults.items():
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
@@ -1335,11 +1354,11 @@ def test_signature() -> None:
 
 def test_public_names() -> None:
     """`__all__` names things that exist and hold what users are told to use; the public function is documented."""
-    assert {"gated_delta", "ModelNew"} <= set(gated_delta_jit.__all__)
+    assert {"gated_delta", "gated_delta_step", "ModelNew"} <= set(gated_delta_jit.__all__)
     for name in gated_delta_jit.__all__:
         assert hasattr(gated_delta_jit, name), name
     assert re.fullmatch(r"\d+\.\d+(\.\d+)?\S*", gated_delta_jit.__version__)
-    for name in ("scale", "initial_state", "output_final_state", "log_gate"):
+    for name in ("scale", "initial_state", "output_final_state", "log_gate", "cu_seqlens"):
         assert name in gated_delta.__doc__
 
 
@@ -1481,7 +1500,10 @@ ERRORS = [
     Wrong("k has no steps", ValueError, "k", ["2, 5, 3, 4", "2, 0, 3, 4"], sized("k", 2, 0, 3, 4)),
     Wrong("v has another B", ValueError, "v", ["2, 5, 3", "4, 5, 3, 6"], sized("v", 4, 5, 3, 6)),
     Wrong("v has another T", ValueError, "v", ["2, 5, 3", "2, 1, 3, 6"], sized("v", 2, 1, 3, 6)),
-    Wrong("v has another H", ValueError, "v", ["2, 5, 3", "2, 5, 6, 6"], sized("v", 2, 5, 6, 6)),
+    Wrong("v has H of no group", ValueError, "v", ["2, 5, 3", "multiple", "2, 5, 4, 6"], sized("v", 2, 5, 4, 6)),
+    Wrong("v has fewer heads", ValueError, "v", ["2, 5, 3", "multiple", "2, 5, 1, 6"], sized("v", 2, 5, 1, 6)),
+    Wrong("v has no heads", ValueError, "v", ["2, 5, 3", "2, 5, 0, 6"], sized("v", 2, 5, 0, 6)),
+    Wrong("v has groups, gate none", ValueError, "gate", ["2, 5, 6, 6", "2, 5, 3, 6"], sized("v", 2, 5, 6, 6)),
     Wrong("gate has K", ValueError, "gate", ["2, 5, 3, 6", "2, 5, 3, 4"], sized("gate", 2, 5, 3, 4)),
     Wrong("gate has no T", ValueError, "gate", ["2, 5, 3, 6", "2, 0, 3, 6"], sized("gate", 2, 0, 3, 6)),
     Wrong("gate has another B", ValueError, "gate", ["4, 5, 3, 6"], sized("gate", 4, 5, 3, 6)),
@@ -1661,7 +1683,8 @@ def make_upstream(problem: Problem) -> Upstream:
     """Normal numbers in the types that autograd brings, for all results of the problem."""
     B, T, H, K, V = problem.sizes
     generator = torch.Generator().manual_seed(zlib.crc32(repr(problem.sizes).encode()) ^ 1)
-    y, state = (torch.randn(shape, generator=generator) for shape in ((B, T, H, V), (B, H, K, V)))
+    shapes = ((B, T, H, V), (problem.states, H, K, V))
+    y, state = (torch.randn(shape, generator=generator) for shape in shapes)
     device = problem.q.device
     both = Upstream(y.to(device, problem.q.dtype), state.to(device, problem.state_dtype))
     return both if problem.output_final_state else both.through("y")
@@ -1698,11 +1721,14 @@ def gradients(problem: Problem, upstream: Upstream | None = None, names: tuple[s
 
 def loop_gradients(problems: list[Problem], upstreams: list[Upstream]) -> list[Gradients]:
     """What autograd makes of the reference loop, for problems of one form side by side along the batch."""
+    if problems[0].cu_seqlens is not None and len(problems) > 1:
+        pairs = zip(problems, upstreams, strict=True)
+        return [loop_gradients([problem], [upstream])[0] for problem, upstream in pairs]
     B = problems[0].sizes[0]
     given = [leaves(with_grad(problem)) for problem in problems]
 
     def joint(tensors: list[Tensor]) -> Tensor:
-        return torch.cat([tensor.expand(B, *tensor.shape[1:]) for tensor in tensors])
+        return torch.cat([tensor.expand(max(B, tensor.shape[0]), *tensor.shape[1:]) for tensor in tensors])
 
     inputs = {name: joint([each[name] for each in given]) for name in given[0]}
     options = {**problems[0].options(), "initial_state": None, "output_final_state": True}
@@ -1805,6 +1831,70 @@ def test_drop_in_trains(device: str) -> None:
         assert torch.allclose(got.grad, want.grad, atol=1e-4, rtol=1e-4)
 
 
+# Sizes and heads that share one of q and k.
+GROUPED = [
+    ((2, 128, 4, 24, 24), 2),
+    ((1, 65, 3, 20, 60), 3),
+    ((2, 33, 6, 7, 5), 2),
+    ((1, 130, 4, 64, 40), 4),
+    ((1, 70, 8, 130, 17), 4),
+    ((2, 1, 2, 16, 16), 2),
+]
+GROUPED_ON_TENSOR_CORES = [((2, 300, 8, 32, 32), 4), ((2, 257, 4, 128, 72), 2), ((1, 2100, 2, 64, 64), 2)]
+
+
+def repeated(problem: Problem, group: int) -> Problem:
+    """The same problem with a copy of q and k for every head."""
+    return replace(problem, **{name: getattr(problem, name).repeat_interleave(group, dim=2) for name in ("q", "k")})
+
+
+@on_every_device
+@each_dtype(DTYPES)
+@pytest.mark.parametrize(("sizes", "group"), GROUPED, ids=str)
+def test_grouped_heads(device: str, dtype: torch.dtype, sizes: tuple[int, ...], group: int) -> None:
+    """Head h reads head h // n of q and k: right, and to the bit what copies of q and k for every head give."""
+    problem = make_problem(sizes, dtype, device, state=True, scale=0.5, group=group)
+    y, state = run_and_check(problem)
+    with kernels("tensor cores" if on_tensor_cores(problem) else "by rule"):
+        want_y, want_state = repeated(problem, group).call()
+    assert torch.equal(y, want_y)
+    assert torch.equal(state, want_state)
+
+
+@on_every_device
+@each_dtype(TRAINING_DTYPES)
+@pytest.mark.parametrize(("sizes", "group"), GROUPED_ON_TENSOR_CORES, ids=str)
+def test_training_grouped_heads(device: str, dtype: torch.dtype, sizes: tuple[int, ...], group: int) -> None:
+    """The same for sizes that tensor cores take, in segments of time too, and any layout."""
+    B, T, H, K, V = sizes
+    if device == "cpu":
+        sizes = (1, min(T, 70), group, K, V)
+    for layout in ("contiguous", "heads before time", "one element off"):
+        run_and_check(make_problem(sizes, dtype, device, state=True, group=group).map(LAYOUTS[layout]))
+
+
+@on_every_device
+@each_dtype(DTYPES)
+@pytest.mark.parametrize(("sizes", "group"), GROUPED, ids=str)
+def test_gradients_of_grouped_heads(device: str, dtype: torch.dtype, sizes: tuple[int, ...], group: int) -> None:
+    """Gradients of q and k are sums over the heads that share them; each alone as well."""
+    problem = make_problem(sizes, dtype, device, state=True, scale=0.5, group=group)
+    run_and_check_gradients(problem)
+    run_and_check_gradients(problem.map(LAYOUTS["heads before time"]), names=("k",))
+
+
+@needs_cuda
+def test_grouped_heads_copy_nothing(free_afterwards: None) -> None:
+    """A forward with grouped heads allocates y and nothing else."""
+    problem = make_problem((4, 512, 16, 64, 64), torch.bfloat16, "cuda", output_final_state=False, group=16)
+    problem.call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y, _ = problem.call()
+    assert torch.cuda.max_memory_allocated() - before <= y.numel() * y.element_size() + 1024
+
+
 GRADCHECK_SIZES = [(1, 1, 1, 1, 1), (2, 3, 2, 2, 3), (2, 1, 1, 3, 1), (1, 9, 2, 1, 4), (1, 67, 1, 2, 1)]
 GRADCHECK_CASES: dict[str, dict[str, Any]] = {
     "plain": {"output_final_state": False},
@@ -1822,6 +1912,13 @@ GRADCHECK_CASES: dict[str, dict[str, Any]] = {
     "gate per column, log": {"kept": "HV", "log_gate": True},
     "one gate": {"state": True, "kept": "", "scale": 0.5},
 }
+
+
+@on_every_device
+@pytest.mark.parametrize("group", [2, 4])
+def test_gradcheck_of_grouped_heads(device: str, group: int) -> None:
+    """Against finite differences."""
+    check_numerically(make_problem((2, 5, 4, 2, 3), torch.float64, device, state=True, group=group))
 
 
 def kept_shape(sizes: tuple[int, int, int, int, int], kept: str) -> tuple[int, ...]:
@@ -2714,7 +2811,17 @@ OPERATOR_CASES = {
     "broadcast gate": {"gate_shape": (1, 1, 3, 1)},
     "bfloat16, float32 gate": {"dtype": torch.bfloat16, "gate_dtype": torch.float32, "state": True},
     "float64": {"dtype": torch.float64, "state": True},
+    "grouped heads": {"state": True, "group": 3},
+    "packed": {"output_final_state": False, "lengths": [7, 0, 13]},
+    "packed, states": {"state": True, "lengths": [7, 0, 12, 1], "offset_dtype": torch.int64, "group": 3},
 }
+OPERATOR_SIZES = {"packed": (1, 20, 3, 12, 16), "packed, states": (1, 20, 3, 12, 16)}
+
+
+def operator_problem(case: str, device: str) -> Problem:
+    return make_problem(OPERATOR_SIZES.get(case, (2, 20, 3, 12, 16)), device=device, **OPERATOR_CASES[case])
+
+
 on_operator_cases = pytest.mark.parametrize("case", OPERATOR_CASES)
 
 
@@ -2722,7 +2829,7 @@ on_operator_cases = pytest.mark.parametrize("case", OPERATOR_CASES)
 @on_operator_cases
 def test_operator(device: str, case: str) -> None:
     """The operator itself gives what the function gives; its final state has shape (0,) when not asked for."""
-    problem = make_problem((2, 20, 3, 12, 16), device=device, **OPERATOR_CASES[case])
+    problem = operator_problem(case, device)
     y, state = OPERATOR(*problem.operator_arguments())
     if not problem.output_final_state:
         assert state.shape == (0,)
@@ -2736,7 +2843,7 @@ def test_operator(device: str, case: str) -> None:
 @on_operator_cases
 def test_opcheck(device: str, case: str) -> None:
     """Schema, fake kernel and AOT dispatch agree with the operator, by torch's own checks."""
-    problem = make_problem((2, 20, 3, 12, 16), device=device, **OPERATOR_CASES[case])
+    problem = operator_problem(case, device)
     torch.library.opcheck(OPERATOR, problem.operator_arguments())
     torch.library.opcheck(OPERATOR, problem.map(LAYOUTS["heads before time"]).operator_arguments())
 
@@ -2745,7 +2852,7 @@ def test_opcheck(device: str, case: str) -> None:
 @on_operator_cases
 def test_opcheck_with_gradients(device: str, case: str) -> None:
     """The same with inputs that require grad: then AOT dispatch traces and runs the backward too."""
-    problem = make_problem((2, 20, 3, 12, 16), device=device, **OPERATOR_CASES[case])
+    problem = operator_problem(case, device)
     for names in (tuple(problem.tensors()), ("k", "gate")):
         report = torch.library.opcheck(OPERATOR, with_grad(problem, *names).operator_arguments())
         assert set(report.values()) == {"SUCCESS"}, report
@@ -2753,14 +2860,15 @@ def test_opcheck_with_gradients(device: str, case: str) -> None:
 
 def backward_arguments(problem: Problem, upstream: Upstream, needed: list[bool]) -> tuple[Any, ...]:
     tensors = (problem.q, problem.k, problem.v, problem.gate, problem.initial_state)
-    return (*tensors, *upstream, problem.scale, problem.log_gate, needed)
+    packed = () if problem.cu_seqlens is None else (problem.cu_seqlens,)
+    return (*tensors, *upstream, problem.scale, problem.log_gate, needed, *packed)
 
 
 @on_every_device
 @on_operator_cases
 def test_opcheck_of_backward(device: str, case: str) -> None:
     """The backward is an operator as well: schema, fake kernel and AOT dispatch agree with it."""
-    problem = make_problem((2, 20, 3, 12, 16), device=device, **OPERATOR_CASES[case])
+    problem = operator_problem(case, device)
     upstream = make_upstream(problem)
     permuted = problem.map(LAYOUTS["heads before time"])
     everything = [True, True, True, True, problem.initial_state is not None]
@@ -2776,7 +2884,7 @@ def test_opcheck_of_backward(device: str, case: str) -> None:
 @on_operator_cases
 def test_backward_operator(device: str, case: str) -> None:
     """The backward operator gives what autograd gives; a gradient that isn't needed has shape (0,)."""
-    problem = make_problem((2, 20, 3, 12, 16), device=device, **OPERATOR_CASES[case])
+    problem = operator_problem(case, device)
     upstream = make_upstream(problem)
     want = gradient_oracle(problem, upstream)
     for names in SUBSETS:
@@ -2823,7 +2931,7 @@ def test_operator_namespace() -> None:
 @on_operator_cases
 def test_meta(case: str) -> None:
     """Meta tensors go through and come out with the right form."""
-    problem = make_problem((2, 20, 3, 12, 16), device="meta", **OPERATOR_CASES[case])
+    problem = operator_problem(case, "meta")
     check_form(problem, *problem.call())
 
 
@@ -2832,9 +2940,11 @@ def test_meta(case: str) -> None:
 @pytest.mark.parametrize("layout", ["contiguous", "heads before time", "every other column"])
 def test_fake_tensors(device: str, case: str, layout: str) -> None:
     """Fake tensors come out with the form of real results, whatever the strides of the inputs."""
-    problem = make_problem((2, 20, 3, 12, 16), device=device, **OPERATOR_CASES[case]).map(LAYOUTS[layout])
+    problem = operator_problem(case, device).map(LAYOUTS[layout])
     with torch._subclasses.FakeTensorMode() as mode:
         fake = problem.map(mode.from_tensor)
+        if problem.cu_seqlens is not None:
+            fake = replace(fake, cu_seqlens=mode.from_tensor(problem.cu_seqlens))
         y, state = fake.call()
         assert isinstance(y, torch._subclasses.FakeTensor)
         check_form(fake, y, state)
@@ -2856,7 +2966,7 @@ def compiled(device: str, **options: Any) -> Callable[..., tuple[Tensor, Tensor 
 @on_operator_cases
 def test_compile(device: str, case: str) -> None:
     """torch.compile(fullgraph=True): no graph break, right numbers, also for permuted inputs."""
-    problem = make_problem((2, 20, 3, 12, 16), device=device, **OPERATOR_CASES[case]).map(LAYOUTS["heads before time"])
+    problem = operator_problem(case, device).map(LAYOUTS["heads before time"])
     y, state = compiled(device)(problem.q, problem.k, problem.v, problem.gate, **problem.options())
     doubled = replace(problem, q=2 * problem.q)
     check_form(doubled, y, state)
@@ -2889,7 +2999,7 @@ def check_compiled_gradients(problem: Problem, upstream: Upstream, got: Gradient
 @on_operator_cases
 def test_compile_gradients(device: str, case: str) -> None:
     """torch.compile(fullgraph=True) through forward and backward: no graph break, right gradients."""
-    problem = make_problem((2, 20, 3, 12, 16), device=device, **OPERATOR_CASES[case]).map(LAYOUTS["heads before time"])
+    problem = operator_problem(case, device).map(LAYOUTS["heads before time"])
     upstream = make_upstream(problem)
     leaf = with_grad(problem)
     results = compiled(device)(leaf.q, leaf.k, leaf.v, leaf.gate, **leaf.options())
@@ -3091,6 +3201,599 @@ def test_subclasses(device: str, kind: str, name: str) -> None:
     odd = replace(problem, **{argument: SUBCLASSES[kind](tensor) for argument, tensor in chosen.items()})
     y, state = odd.call()
     check(problem, y.as_subclass(Tensor), state.as_subclass(Tensor))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Packed sequences
+# ---------------------------------------------------------------------------------------------------------------------
+
+LENGTHS = {
+    "one step first": [1, 40],
+    "one": [130],
+    "empty ones": [0, 0, 5, 0, 31, 0],
+    "ragged": [3, 65, 0, 1, 33, 64, 2],
+    "short ones": [8] * 17,
+    "long and short": [1, 300, 2, 270, 7],
+}
+
+
+def packed_problem(lengths: str, H: int, K: int, V: int, *args: Any, **options: Any) -> Problem:
+    listed = LENGTHS[lengths]
+    return make_problem((1, sum(listed), H, K, V), *args, lengths=listed, **options)
+
+
+def alone(problem: Problem) -> list[Problem]:
+    """Each packed sequence as a problem of its own."""
+    offsets = problem.cu_seqlens.tolist()
+    problem = replace(problem, cu_seqlens=None, gate=problem.gate.expand(problem.v.shape))
+    parts = [problem.steps(*pair) for pair in itertools.pairwise(offsets)]
+    if problem.initial_state is None:
+        return parts
+    states = problem.initial_state.split(1)
+    return [replace(part, initial_state=state) for part, state in zip(parts, states, strict=True)]
+
+
+@on_every_device
+@each_dtype(DTYPES)
+@pytest.mark.parametrize("state", [False, True], ids=["from zero", "initial state"])
+@pytest.mark.parametrize("output_final_state", [False, True], ids=["y alone", "final state"])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_packed(device: str, dtype: torch.dtype, state: bool, output_final_state: bool, lengths: str) -> None:
+    """Every sequence has its own states and knows nothing of the others."""
+    options = {"state": state, "output_final_state": output_final_state, "scale": 0.5, "group": 2}
+    for K, V in ((20, 7), (64, 40)):
+        problem = packed_problem(lengths, 2, K, V, dtype, device, **options)
+        y, final_state = run_and_check(problem)
+        if device == "cuda":
+            continue
+        results = [part.call() for part in alone(problem)]
+        assert torch.equal(y, torch.cat([part for part, _ in results], dim=1))
+        if output_final_state:
+            assert torch.equal(final_state, torch.cat([part for _, part in results]))
+
+
+@on_every_device
+@each_dtype(TRAINING_DTYPES)
+@pytest.mark.parametrize("state", [False, True], ids=["from zero", "initial state"])
+def test_packed_training(device: str, dtype: torch.dtype, state: bool) -> None:
+    """Lengths that differ by a factor of 1000, every size that tensor cores take."""
+    for H, K, V in ((2, 32, 32), (1, 64, 64), (2, 128, 72)):
+        lengths = [1, 1500, 3, 0, 40, 700, 16, 257] if device == "cuda" else [1, 90, 3, 0, 40]
+        problem = make_problem((1, sum(lengths), H, K, V), dtype, device, state=state, lengths=lengths)
+        run_and_check(problem)
+        run_and_check(replace(problem, output_final_state=False))
+
+
+@on_every_device
+@pytest.mark.parametrize("gate", ["ten percent zeros", "negative", "around 1e-20", "normal"])
+@pytest.mark.parametrize("lengths", ["ragged", "short ones"])
+def test_packed_gates(device: str, gate: str, lengths: str) -> None:
+    run_and_check(packed_problem(lengths, 2, 24, 24, device=device, gate=gate, state=True))
+    run_and_check(packed_problem(lengths, 2, 24, 24, device=device, gate=gate, output_final_state=False))
+
+
+@on_every_device
+def test_packed_options(device: str) -> None:
+    """Log gates, broadcast gates, offsets of both types and any stride, any layout."""
+    T = sum(LENGTHS["ragged"])
+    run_and_check(packed_problem("ragged", 3, 20, 24, device=device, state=True, log_gate=True))
+    run_and_check(packed_problem("ragged", 3, 20, 24, device=device, gate_shape=(1, T, 1, 1)))
+    run_and_check(packed_problem("ragged", 3, 20, 24, device=device, gate_shape=(1, 1, 3, 24), state=True))
+    problem = packed_problem("ragged", 3, 20, 24, device=device, state=True, offset_dtype=torch.int64)
+    run_and_check(problem)
+    run_and_check(replace(problem, cu_seqlens=torch.stack([problem.cu_seqlens] * 2, dim=1)[:, 0]))
+    for layout in ("heads before time", "one element off", "every other column"):
+        run_and_check(problem.map(LAYOUTS[layout]))
+
+
+@on_every_device
+def test_packed_without_steps(device: str) -> None:
+    """No steps at all: states stay what they are."""
+    problem = make_problem((1, 0, 2, 3, 4), device=device, state=True, lengths=[0, 0, 0])
+    y, state = run(problem)
+    assert y.shape == (1, 0, 2, 4)
+    assert torch.equal(state, problem.initial_state)
+
+
+@on_every_device
+@each_dtype(DTYPES)
+@pytest.mark.parametrize("case", ["neither", "initial", "final", "both"])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_gradients_of_packed(device: str, dtype: torch.dtype, case: str, lengths: str) -> None:
+    """No gradient crosses a border; states have gradients of their own."""
+    options = {"state": case in ("initial", "both"), "output_final_state": case in ("final", "both"), "group": 2}
+    for K, V in ((20, 7), (64, 40)):
+        run_and_check_gradients(packed_problem(lengths, 2, K, V, dtype, device, **options))
+
+
+@on_every_device
+@pytest.mark.parametrize("gate", ["ten percent zeros", "negative", "around 1e-20"])
+@pytest.mark.parametrize("log_gate", [False, True], ids=["linear", "log"])
+def test_gradients_of_packed_gates(device: str, gate: str, log_gate: bool) -> None:
+    gate = "around 1e-4" if log_gate else gate
+    for options in ({"state": True}, {"output_final_state": False}):
+        problem = packed_problem("ragged", 2, 24, 24, device=device, gate=gate, log_gate=log_gate, **options)
+        run_and_check_gradients(problem)
+
+
+@on_every_device
+@pytest.mark.parametrize("case", ["neither", "both states", "log gate", "grouped", "gate per head"])
+def test_gradcheck_of_packed(device: str, case: str) -> None:
+    options = {
+        "neither": {"output_final_state": False},
+        "both states": {"state": True},
+        "log gate": {"state": True, "log_gate": True},
+        "grouped": {"state": True, "group": 2},
+        "gate per head": {"gate_shape": (1, 1, 2, 1)},
+    }[case]
+    check_numerically(make_problem((1, 9, 2, 2, 3), torch.float64, device, lengths=[3, 0, 1, 5], **options))
+
+
+@needs_cuda
+@each_dtype([torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state", [False, True], ids=["from zero", "states"])
+@pytest.mark.parametrize("offsets", [[0, 40, 70], [0, 0, 0], [0, 3, 9, 9, 40, 41, 60]], ids=str)
+def test_packed_rest_is_nobodys(dtype: torch.dtype, state: bool, offsets: list[int]) -> None:
+    """Steps past the last offset: y and gradients are 0, whatever lies there, and nobody else sees them."""
+    lengths = [b - a for a, b in itertools.pairwise(offsets)]
+    for K, V in ((24, 24), (64, 64)):
+        whole = make_problem((1, 100, 2, K, V), dtype, "cuda", state=state, output_final_state=state, lengths=lengths)
+        used = offsets[-1]
+        spoiled = replace(whole, **{name: getattr(whole, name).clone() for name in ("q", "k", "v", "gate")})
+        for name in ("q", "k", "v", "gate"):
+            getattr(spoiled, name)[:, used:] = torch.nan
+        upstream = make_upstream(whole)
+        dy = upstream.y.clone()
+        dy[:, used:] = torch.nan
+        y, final_state = spoiled.call()
+        got = gradients(spoiled, upstream._replace(y=dy))
+        assert (y[:, used:] == 0).all()
+        for name in ("q", "k", "v", "gate"):
+            assert (got[name][:, used:] == 0).all(), name
+        part = replace(whole, **{name: getattr(whole, name)[:, :used] for name in ("q", "k", "v", "gate")})
+        if used == 0:
+            continue
+        check(part, y[:, :used], final_state)
+        cut = {name: gradient if name == "initial_state" else gradient[:, :used] for name, gradient in got.items()}
+        check_gradients(part, cut, gradient_oracle(part, upstream._replace(y=upstream.y[:, :used])))
+
+
+WRONG_OFFSETS = [[5, 9, 100], [0, 70, 30, 100], [0, 2**31 - 1, 100], [-(2**31), 50, 100], [100, 0, 0]]
+
+
+@needs_cuda
+@pytest.mark.parametrize("offsets", WRONG_OFFSETS, ids=str)
+@pytest.mark.parametrize("state", [False, True], ids=["from zero", "states"])
+def test_packed_wrong_offsets_touch_nothing_else(offsets: list[int], state: bool) -> None:
+    """Nobody can look at offsets on a GPU without waiting; compute-sanitizer watches this test."""
+    for T in (100, 400):
+        for K in (24, 64):
+            options = {"state": state, "output_final_state": state, "lengths": [1] * (len(offsets) - 1)}
+            problem = make_problem((1, T, 2, K, K), torch.bfloat16, "cuda", **options)
+            wrong = replace(problem, cu_seqlens=torch.tensor(offsets, dtype=torch.int32, device="cuda"))
+            gradients(wrong)
+            torch.cuda.synchronize()
+            run_and_check(make_problem((2, 40, 2, K, K), torch.bfloat16, "cuda"))
+
+
+@needs_cuda
+@each_dtype([torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state", [False, True], ids=["from zero", "states"])
+def test_packed_graph_replay(dtype: torch.dtype, state: bool) -> None:
+    """Captured once; every replay reads the offsets of that moment."""
+    static = make_problem((1, 600, 2, 64, 64), dtype, "cuda", state=state, output_final_state=state, lengths=[200] * 3)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, final_state = static.call()
+    for lengths in ([600, 0, 0], [1, 598, 1], [200, 200, 200]):
+        static.cu_seqlens.copy_(torch.tensor([0, *itertools.accumulate(lengths)]))
+        y.fill_(torch.nan)
+        graph.replay()
+        check(static, y, final_state)
+
+
+PACKED_ERRORS: list[tuple[str, type[Exception], list[str], Any]] = [
+    ("cu_seqlens", TypeError, ["int32", FLOAT32], torch.tensor([0.0, 20.0])),
+    ("cu_seqlens", TypeError, ["[Tt]ensor", "list"], [0, 20]),
+    ("cu_seqlens", ValueError, [r"N \+ 1", "2, 2"], torch.tensor([[0, 20], [0, 20]])),
+    ("cu_seqlens", ValueError, [r"N \+ 1", "1"], torch.tensor([0])),
+    ("cu_seqlens", ValueError, ["start at 0", "3"], torch.tensor([3, 20])),
+    ("cu_seqlens", ValueError, ["end at T = 20", "19"], torch.tensor([0, 19])),
+    ("cu_seqlens", ValueError, ["end at T = 20", "21"], torch.tensor([0, 21])),
+    ("cu_seqlens", ValueError, ["decrease", "9 after 10"], torch.tensor([0, 10, 9, 20])),
+    ("initial_state", ValueError, ["2, 3, 4, 6", "1, 3, 4, 6"], torch.tensor([0, 10, 20])),
+]
+
+
+@pytest.mark.parametrize("n", range(len(PACKED_ERRORS)))
+def test_packed_errors(n: int) -> None:
+    """One exception that names the argument, what was expected and what came."""
+    name, error, texts, offsets = PACKED_ERRORS[n]
+    problem = make_problem((1, 20, 3, 4, 6), state=name == "initial_state")
+    with pytest.raises(error) as caught:
+        replace(problem, cu_seqlens=offsets).call()
+    assert type(caught.value) is error
+    assert str(caught.value).startswith(f"gated_delta: `{name}` must"), caught.value
+    for text in texts:
+        assert re.search(text, str(caught.value)), f"{text} is not in: {caught.value}"
+
+
+@on_every_device
+def test_packed_errors_of_shape(device: str) -> None:
+    problem = make_problem((2, 20, 3, 4, 6), device=device, lengths=[20])
+    with pytest.raises(ValueError, match=r"^gated_delta: `q` must have B = 1.*\[2, 20, 3, 4\]"):
+        problem.call()
+
+
+@needs_cuda
+def test_packed_on_other_device() -> None:
+    problem = make_problem((1, 20, 3, 4, 6), device="cuda", lengths=[20])
+    with pytest.raises(ValueError, match="^gated_delta: `cu_seqlens`.*cuda.*cpu"):
+        replace(problem, cu_seqlens=problem.cu_seqlens.cpu()).call()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The decode step
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """The arguments of one decode step."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor
+    state: Tensor
+    state_indices: Tensor | None = None
+    scale: float = 1.0
+    log_gate: bool = False
+
+    def tensors(self) -> dict[str, Tensor]:
+        names = ("q", "k", "v", "gate", "state", "state_indices")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Step":
+        return replace(self, **{name: function(tensor) for name, tensor in self.tensors().items()})
+
+    def options(self) -> dict[str, Any]:
+        return {"scale": self.scale, "log_gate": self.log_gate}
+
+    def call(self) -> Tensor:
+        indices = {} if self.state_indices is None else {"state_indices": self.state_indices}
+        return gated_delta_step(self.q, self.k, self.v, self.gate, self.state, **self.options(), **indices)
+
+    def operator_arguments(self) -> tuple[Any, ...]:
+        return (self.q, self.k, self.v, self.gate, self.state, self.state_indices, self.scale, self.log_gate)
+
+
+def make_step(
+    sizes: tuple[int, int, int, int],
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    *,
+    group: int = 1,
+    gate_dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype | None = None,
+    gate_shape: tuple[int, int, int] | None = None,
+    indices: list[int] | None = None,
+    index_dtype: torch.dtype = torch.int32,
+    pool: int = 0,
+    scale: float = 1.0,
+    log_gate: bool = False,
+    seed: int = 0,
+) -> Step:
+    """Sizes are (B, H, K, V)."""
+    B, H, K, V = sizes
+    generator = torch.Generator().manual_seed(zlib.crc32(repr((sizes, gate_shape, seed)).encode()))
+    shapes = [(B, H // group, K), (B, H // group, K), (B, H, V), gate_shape or (B, H, V), (pool or B, H, K, V)]
+    q, k, v, gate, state = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    gate = torch.nn.functional.logsigmoid(gate) if log_gate else torch.sigmoid(gate)
+    default = torch.float64 if dtype == torch.float64 else torch.float32
+    rows = None if indices is None else torch.tensor(indices, dtype=index_dtype)
+    given = (q.to(dtype), k.to(dtype), v.to(dtype), gate.to(gate_dtype or dtype), state.to(state_dtype or default))
+    return Step(*given, rows, scale, log_gate).map(lambda tensor: tensor.to(device))
+
+
+def step_oracle(step: Step) -> tuple[Tensor, Tensor]:
+    """y and the state after the step, in float64."""
+    exact = step.map(lambda tensor: tensor.double().clone() if tensor.is_floating_point() else tensor.clone())
+    inputs = (exact.q, exact.k, exact.v, exact.gate, exact.state)
+    y = gated_delta_step_reference(*inputs, **exact.options(), state_indices=exact.state_indices)
+    return y, exact.state
+
+
+def run_step(step: Step) -> tuple[Tensor, Tensor]:
+    """One step, in poisoned memory, checked in form and numbers. Returns y and the state."""
+    want_y, want_state = step_oracle(step)
+    positive = step.map(lambda tensor: tensor.abs() if tensor.is_floating_point() else tensor)
+    positive = replace(positive, scale=abs(step.scale), gate=step.gate if step.log_gate else step.gate.abs())
+    terms_y, terms_state = step_oracle(positive)
+    version = step.state._version
+    others = {name: tensor for name, tensor in step.tensors().items() if name != "state"}
+    with unchanged(others):
+        poison(step.q.device, [want_y.numel() * step.q.element_size()])
+        y = step.call()
+    assert (y.shape, y.dtype, y.device) == (step.v.shape, step.q.dtype, step.q.device)
+    assert y.is_contiguous()
+    assert not y.requires_grad
+    assert step.state._version == version + 1
+    check_close("y", y, want_y, terms_y)
+    check_close("state", step.state, want_state, terms_state)
+    return y, step.state
+
+
+STEP_SIZES = [(2, 4, 24, 24), (3, 5, 1, 9), (3, 2, 7, 60), (2, 3, 64, 64), (1, 2, 130, 17), (5, 2, 128, 128)]
+
+
+@on_every_device
+@each_dtype(DTYPES)
+@pytest.mark.parametrize("sizes", STEP_SIZES, ids=str)
+@pytest.mark.parametrize("log_gate", [False, True], ids=["linear", "log"])
+def test_step(device: str, dtype: torch.dtype, sizes: tuple[int, ...], log_gate: bool) -> None:
+    """Several steps one after the other, each right; the state is the same tensor throughout."""
+    first = make_step(sizes, dtype, device, scale=0.5, log_gate=log_gate)
+    for seed in range(3):
+        run_step(replace(make_step(sizes, dtype, device, scale=0.5, log_gate=log_gate, seed=seed), state=first.state))
+
+
+@on_every_device
+@each_dtype(HALVES)
+@pytest.mark.parametrize("sizes", STEP_SIZES, ids=str)
+def test_step_types(device: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    """A state in half precision, a gate in float32, and both."""
+    for state_dtype in (dtype, torch.float32):
+        for gate_dtype in (dtype, torch.float32):
+            run_step(make_step(sizes, dtype, device, state_dtype=state_dtype, gate_dtype=gate_dtype))
+
+
+@on_every_device
+@each_dtype([torch.float32, torch.bfloat16])
+def test_steps_continue_a_sequence(device: str, dtype: torch.dtype) -> None:
+    """Prefill and then one step at a time: what one call over all steps gives."""
+    whole = make_problem((2, 20, 3, 24, 40), dtype, device, state=True)
+    y, state = replace(whole.steps(0, 12), initial_state=whole.initial_state).call()
+    parts = [y]
+    for t in range(12, 20):
+        step = (getattr(whole, name)[:, t] for name in ("q", "k", "v", "gate"))
+        parts.append(gated_delta_step(*step, state).unsqueeze(1))
+    check(whole, torch.cat(parts, dim=1), state)
+
+
+@on_every_device
+@each_dtype([torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=dtype_name)
+@pytest.mark.parametrize("indices", [[5, 0, 3], [-1, 2, -100], [-1, -1, -1], [6, -3, 1]], ids=str)
+def test_step_of_a_pool(device: str, dtype: torch.dtype, index_dtype: torch.dtype, indices: list[int]) -> None:
+    """Rows of a pool; a padded slot's y is 0; rows that nobody names keep every bit, NaN included."""
+    for width in (24, 7):
+        options = {"indices": indices, "index_dtype": index_dtype, "pool": 7}
+        step = make_step((3, 2, 16, width), dtype, device, **options)
+        before = step.state.clone()
+        y, state = run_step(step)
+        for b, row in enumerate(indices):
+            assert row >= 0 or (y[b] == 0).all()
+        rest = [row for row in range(7) if row not in indices]
+        assert torch.equal(state[rest], before[rest])
+        strided = replace(step, state_indices=torch.stack([step.state_indices, -step.state_indices], dim=1)[:, 0])
+        run_step(replace(strided, state=before))
+
+
+@on_every_device
+def test_step_beyond_the_pool(device: str) -> None:
+    """An index beyond the pool is refused on a CPU; on a GPU it gives NaN. No state is touched for it."""
+    step = make_step((3, 2, 16, 24), device=device, indices=[1, 2**31 - 1, 0], index_dtype=torch.int64, pool=4)
+    before = step.state.clone()
+    if device == "cpu":
+        with pytest.raises(ValueError, match=r"^gated_delta: `state_indices`.*pool.*4.*2147483647"):
+            step.call()
+        assert torch.equal(step.state, before)
+        return
+    y = step.call()
+    assert y[1].isnan().all()
+    assert torch.isfinite(y[[0, 2]]).all()
+    assert torch.equal(step.state[2:], before[2:])
+
+
+STEP_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "one element off": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+    "odd pitch": lambda x: torch.cat([x, x[..., :3]], dim=-1)[..., : x.shape[-1]],
+    "every other": lambda x: torch.stack([x, x], dim=-1).flatten(-2)[..., ::2],
+    "columns slow": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "batch fast": lambda x: x.movedim(0, -1).contiguous().movedim(-1, 0),
+}
+
+
+@on_every_device
+@each_dtype([torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", STEP_LAYOUTS)
+def test_step_layouts(device: str, dtype: torch.dtype, layout: str) -> None:
+    """Any strides, of the state too, which is changed where it lies."""
+    for sizes in ((3, 4, 8, 16), (2, 2, 20, 7)):
+        dense = make_step(sizes, dtype, device, group=2, scale=0.5)
+        want = dense.map(torch.clone).call()
+        odd = dense.map(lambda tensor: STEP_LAYOUTS[layout](tensor) if tensor.dim() > 1 else tensor)
+        y, _ = run_step(odd)
+        assert torch.equal(y, want) or device == "cuda"
+
+
+@on_every_device
+@each_dtype(DTYPES)
+@pytest.mark.parametrize("gate_shape", [(1, 1, 1), (3, 4, 1), (1, 4, 40), (3, 1, 40)], ids=str)
+def test_step_broadcast_gate(device: str, dtype: torch.dtype, gate_shape: tuple[int, int, int]) -> None:
+    run_step(make_step((3, 4, 24, 40), dtype, device, gate_shape=gate_shape))
+
+
+@on_every_device
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_step_grouped_heads(device: str, group: int) -> None:
+    run_step(make_step((3, 4, 24, 40), torch.bfloat16, device, group=group))
+
+
+@on_every_device
+@pytest.mark.parametrize("sizes", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)], ids=str)
+def test_step_empty(device: str, sizes: tuple[int, ...]) -> None:
+    """Nothing to do, or nothing but zeros."""
+    step = make_step(sizes, device=device)
+    y = step.call()
+    assert y.shape == step.v.shape
+    assert (y == 0).all()
+
+
+STEP_CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "pool": {"indices": [4, -1], "pool": 5, "scale": 0.5},
+    "bfloat16": {"dtype": torch.bfloat16, "gate_dtype": torch.float32, "group": 3},
+    "half-precision state": {"dtype": torch.float16, "state_dtype": torch.float16, "log_gate": True},
+    "float64, broadcast gate": {"dtype": torch.float64, "gate_shape": (1, 3, 1)},
+}
+on_step_cases = pytest.mark.parametrize("case", STEP_CASES)
+
+
+@on_every_device
+@on_step_cases
+def test_step_opcheck(device: str, case: str) -> None:
+    """Schema (which declares the change of the state), fake kernel and AOT dispatch agree with the operator."""
+    step = make_step((2, 3, 12, 16), device=device, **STEP_CASES[case])
+    report = torch.library.opcheck(OPERATOR_STEP, step.operator_arguments())
+    assert set(report.values()) == {"SUCCESS"}, report
+    want = step.map(torch.clone)
+    assert torch.equal(OPERATOR_STEP(*step.operator_arguments()), want.call())
+    assert torch.equal(step.state, want.state)
+
+
+@on_every_device
+@on_step_cases
+def test_step_compile(device: str, case: str) -> None:
+    """torch.compile(fullgraph=True): several steps in one graph change the state as they do eagerly."""
+    torch.compiler.reset()
+
+    def twice(step: Step) -> Tensor:
+        return step.call() + step.call()
+
+    step = make_step((2, 3, 12, 16), device=device, **STEP_CASES[case])
+    other = step.map(torch.clone)
+    want = twice(other)
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    got = torch.compile(twice, fullgraph=True, backend=backend)(step)
+    assert torch.equal(got, want)
+    assert torch.equal(step.state, other.state)
+
+
+@on_every_device
+@pytest.mark.parametrize("name", ["q", "k", "v", "gate", "state"])
+def test_step_is_for_inference(device: str, name: str) -> None:
+    """A gradient is refused before anything happens; without grad mode the same tensors are all right."""
+    step = make_step((2, 3, 12, 16), device=device)
+    before = step.state.clone()
+    asking = replace(step, **{name: getattr(step, name).requires_grad_()})
+    for call in (asking.call, lambda: OPERATOR_STEP(*asking.operator_arguments())):
+        with pytest.raises(NotImplementedError, match=f"^gated_delta: `{name}`.*inference.*requires_grad"):
+            call()
+    assert torch.equal(asking.state, before)
+    with torch.no_grad():
+        assert not asking.call().requires_grad
+    with torch.inference_mode():
+        asking.call()
+        inside = make_step((2, 3, 12, 16), device=device)
+        inside.call()
+    with pytest.raises(RuntimeError, match="[Ii]nference"):
+        inside.call()
+
+
+@on_every_device
+@each_dtype(HALVES)
+def test_step_autocast(device: str, dtype: torch.dtype) -> None:
+    """As for the whole sequence: float32 q, k and v take the cheap type, gate and state stay."""
+    step = make_step((2, 3, 12, 16), device=device)
+    half = replace(step, state=step.state.clone(), **{name: getattr(step, name).to(dtype) for name in ("q", "k", "v")})
+    with torch.autocast(device, dtype):
+        y = step.call()
+    assert y.dtype == dtype
+    assert torch.equal(y, half.call())
+    assert torch.equal(step.state, half.state)
+
+
+def test_step_meta() -> None:
+    step = make_step((2, 3, 12, 16), device="meta", indices=[0, 1], pool=4)
+    assert step.call().shape == step.v.shape
+    with pytest.raises(ValueError, match="`gate`"):
+        replace(step, gate=step.gate[..., :3]).call()
+
+
+STEP_ERRORS: list[tuple[str, type[Exception], list[str], Callable[[Step], Any]]] = [
+    ("q", TypeError, ["[Tt]ensor", "list"], lambda step: step.q.tolist()),
+    ("q", ValueError, ["3", "2, 12"], lambda step: step.q[:, 0]),
+    ("q", TypeError, [INT64, FLOAT32], lambda step: step.q.long()),
+    ("k", ValueError, ["2, 3, 12", "2, 3, 11"], lambda step: step.k[..., 1:]),
+    ("k", TypeError, [FLOAT64, FLOAT32], lambda step: step.k.double()),
+    ("v", ValueError, ["2, 3", "2, 4, 16"], lambda step: step.v[:, [0, 0, 0, 0]]),
+    ("v", ValueError, ["2, 3", "1, 3, 16"], lambda step: step.v[:1]),
+    ("gate", ValueError, ["2, 3, 16", "2, 3, 12"], lambda step: step.gate[..., :12]),
+    ("gate", TypeError, [FLOAT16, FLOAT32], lambda step: step.gate.half()),
+    ("state", TypeError, ["[Tt]ensor", "None"], lambda step: None),
+    ("state", ValueError, ["2, 3, 12, 16", "3, 3, 12, 16"], lambda step: step.state[[0, 1, 1]]),
+    ("state", ValueError, ["2, 3, 12, 16", "2, 3, 16, 12"], lambda step: step.state.transpose(2, 3)),
+    ("state", ValueError, ["memory", "strides"], lambda step: step.state[:1].expand(2, 3, 12, 16)),
+    ("state", TypeError, [FLOAT16, FLOAT32], lambda step: step.state.half()),
+    ("state_indices", TypeError, ["int32", FLOAT32], lambda step: torch.zeros(2, device=step.q.device)),
+    ("state_indices", ValueError, ["2", "3"], lambda step: torch.zeros(3, dtype=torch.int32, device=step.q.device)),
+    ("state_indices", TypeError, ["[Tt]ensor", "list"], lambda step: [0, 1]),
+]
+
+
+@on_every_device
+@pytest.mark.parametrize("n", range(len(STEP_ERRORS)))
+def test_step_errors(device: str, n: int) -> None:
+    """One exception that names the argument, what was expected and what came; the state keeps every bit."""
+    name, error, texts, change = STEP_ERRORS[n]
+    step = make_step((2, 3, 12, 16), device=device)
+    before = step.state.clone()
+    with pytest.raises(error) as caught:
+        replace(step, **{name: change(step)}).call()
+    assert type(caught.value) is error
+    assert str(caught.value).startswith(f"gated_delta: `{name}` must"), caught.value
+    for text in texts:
+        assert re.search(text, str(caught.value)), f"{text} is not in: {caught.value}"
+    assert torch.equal(step.state, before)
+
+
+def test_step_signature() -> None:
+    parameters = inspect.signature(gated_delta_step).parameters
+    assert list(parameters) == ["q", "k", "v", "gate", "state", "scale", "log_gate", "state_indices"]
+    assert list(inspect.signature(gated_delta_step_reference).parameters) == list(parameters)
+    for name in ("scale", "log_gate", "state_indices"):
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+    assert "state_indices" in gated_delta_step.__doc__
+
+
+@needs_cuda
+@each_dtype([torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(64, 16, 128, 128), (1, 16, 128, 128), (3, 2, 20, 7)], ids=str)
+def test_step_graph_replay(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    """Captured without a warm-up; every replay is one step, with the indices of that moment."""
+    B = sizes[0]
+    static = make_step(sizes, dtype, "cuda", indices=list(range(B)), pool=B + 2)
+    other = static.map(torch.clone)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = static.call()
+    for turn in range(3):
+        for step in (static, other):
+            step.state_indices.copy_(torch.arange(B) + turn)
+        static.state_indices[0] = other.state_indices[0] = -1
+        graph.replay()
+        assert torch.equal(y, other.call())
+        assert torch.equal(static.state, other.state)
+
+
+@needs_cuda
+def test_step_many_heads() -> None:
+    """More blocks than a grid's second axis could hold; wide tiles."""
+    run_step(make_step((70000, 1, 4, 16), torch.float32, "cuda"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,8 +6,7 @@ cudaError_t launch_backward(const Params& p, const Gradients& grads, void* scrat
 }  // namespace gated_delta
 
 cudaError_t call_backward(Problem& p) {
-  const Params a = shared_arguments(p);
-  gated_delta::forward_kernels = p.s.segments > 0 ? gated_delta::Kernels::kTensorCores : gated_delta::Kernels::kSimt;
+  Params a = shared_arguments(p);
   gated_delta::Gradients g;
   g.dy = p.dy.view();
   g.dfinal_state = p.dfinal.view();
@@ -16,8 +15,11 @@ cudaError_t call_backward(Problem& p) {
   g.dv = p.dv.view();
   g.dgate = p.dgate.view();
   g.dinitial_state = p.dinitial.view();
+  cudaError_t error = p.begin_packed(a, p.s.has_initial || p.s.has_dfinal);
+  if (error != cudaSuccess) return error;
   const int64_t bytes = gated_delta::backward_scratch_bytes(a);
   void* scratch = nullptr;
   if (bytes > 0) scratch = p.workspace("scratch", accum_of(p.s.dtype), {1, 1, 1, bytes / size_of(accum_of(p.s.dtype))}).base;
-  return gated_delta::launch_backward(a, g, scratch, nullptr);
+  error = gated_delta::launch_backward(a, g, scratch, nullptr);
+  return error == cudaSuccess ? p.finish_packed(a, &g) : error;
 }

@@ -15,6 +15,11 @@
 
 namespace gated_delta {
 cudaError_t launch_forward(const Params& p, cudaStream_t stream);
+cudaError_t launch_step(const StepParams& p, cudaStream_t stream);
+int64_t marks_bytes(const Params& p);
+cudaError_t launch_marks(Params& p, const void* offsets, int64_t stride, bool is_long, bool states, void* memory,
+                         cudaStream_t stream);
+cudaError_t launch_tails(const Params& p, const Gradients* grads, cudaStream_t stream);
 #ifdef EMU_FORWARD_SCRATCH
 int64_t forward_scratch_bytes(const Params& p);
 #endif
@@ -239,6 +244,13 @@ Layout input_layout(Rng& rng, const i64 (&sizes)[4], bool may_expand, bool in_ch
 
 struct Spec {
   i64 B = 1, T = 1, H = 1, K = 1, V = 1;
+  i64 group = 1;  // heads that share one head of q and k
+  std::vector<i64> lengths;  // of packed sequences, B = 1; the rest of T is nobody's
+  bool long_offsets = false;
+  bool wrong_offsets = false;  // that make no sense: nothing but access out of bounds counts
+  gated_delta::Kernels kernels = gated_delta::Kernels::kByRule;
+  bool in_chunks() const { return segments > 0 || kernels == gated_delta::Kernels::kTensorCores; }
+  i64 states() const { return lengths.empty() ? B : static_cast<i64>(lengths.size()); }
   Dtype dtype = Dtype::kFloat32, gate_dtype = Dtype::kFloat32;
   bool log_gate = false, has_initial = false, wants_final = false, strided = false, strided_outputs = false;
   // Backward. An absent dy counts as zero; the other flags say which gradients are asked for.
@@ -254,12 +266,16 @@ struct Spec {
     static const char* const kinds[] = {"0.5..1", "near 1", "zeros and negative", "tiny", "0..1"};
     char text[500];
     snprintf(text, sizeof text, "B=%" PRId64 " T=%" PRId64 " H=%" PRId64 " K=%" PRId64 " V=%" PRId64
-             " %s gate %s%s (%s) scale %.4g%s%s%s%s%s%s%s%s%s processors %d",
-             B, T, H, K, V, name_of(dtype), name_of(gate_dtype), log_gate ? " log" : "", kinds[gates], scale,
+             " group %" PRId64 " %s gate %s%s (%s) scale %.4g%s%s%s%s%s%s%s%s%s processors %d",
+             B, T, H, K, V, group, name_of(dtype), name_of(gate_dtype), log_gate ? " log" : "", kinds[gates], scale,
              has_initial ? " +initial" : "", wants_final ? " +final" : "", has_dfinal ? " +dfinal" : "",
              wants_dinitial ? " +dinitial" : "", has_dy ? "" : " -dy", wants_dq ? "" : " -dq", wants_dk ? "" : " -dk",
              wants_dv ? "" : " -dv", wants_dgate ? "" : " -dgate", processors);
-    return text;
+    std::string all = text;
+    for (size_t n = 0; n < lengths.size() && n < 40; ++n) all += (n == 0 ? " packed " : ",") + std::to_string(lengths[n]);
+    if (wrong_offsets) all += " wrong offsets";
+    if (kernels != gated_delta::Kernels::kByRule) all += kernels == gated_delta::Kernels::kSimt ? " SIMT" : " tensor cores";
+    return all;
   }
 };
 
@@ -289,24 +305,24 @@ struct Problem {
   Problem(const Spec& spec, bool backward) : s(spec) {
     emu::untrack_all();
     Rng rng(s.seed);
-    const i64 rows[4] = {s.B, s.T, s.H, s.K}, columns[4] = {s.B, s.T, s.H, s.V}, state[4] = {s.B, s.H, s.K, s.V};
+    const i64 rows[4] = {s.B, s.T, s.H / s.group, s.K}, columns[4] = {s.B, s.T, s.H, s.V}, state[4] = {s.states(), s.H, s.K, s.V};
     const auto layout = [&](const i64(&sizes)[4], bool expand, bool is_gate = false) {
-      return s.strided && rng.chance(0.6) ? input_layout(rng, sizes, expand, s.segments > 0, is_gate) : Layout{};
+      return s.strided && rng.chance(0.6) ? input_layout(rng, sizes, expand, s.in_chunks(), is_gate) : Layout{};
     };
     const auto output_layout = [&] {
       Layout l;
       if (s.strided_outputs && rng.chance(0.5)) {
         l.name = "padded";
-        l.pad = s.segments > 0 ? rng.pick<i64>({8, 16}) : rng.pick<i64>({8, 16, 3});
+        l.pad = s.in_chunks() ? rng.pick<i64>({8, 16}) : rng.pick<i64>({8, 16, 3});
       }
       return l;
     };
     const Dtype accum = accum_of(s.dtype);
-    q.make("q", s.dtype, {s.B, s.T, s.H, s.K}, layout(rows, true));
-    k.make("k", s.dtype, {s.B, s.T, s.H, s.K}, layout(rows, true));
+    q.make("q", s.dtype, {s.B, s.T, s.H / s.group, s.K}, layout(rows, true));
+    k.make("k", s.dtype, {s.B, s.T, s.H / s.group, s.K}, layout(rows, true));
     v.make("v", s.dtype, {s.B, s.T, s.H, s.V}, layout(columns, true));
     gate.make("gate", s.gate_dtype, {s.B, s.T, s.H, s.V}, layout(columns, true, true));
-    if (s.has_initial) initial.make("initial", accum, {s.B, s.H, s.K, s.V}, layout(state, true));
+    if (s.has_initial) initial.make("initial", accum, {s.states(), s.H, s.K, s.V}, layout(state, true));
     for (Operand* x : {&q, &k, &v, &initial}) {
       if (x->used()) x->fill([&] { return rng.normal(); });
     }
@@ -331,11 +347,11 @@ struct Problem {
           l.order[2] = 3;
           l.order[3] = 2;
         }
-        final.make("final", accum, {s.B, s.H, s.K, s.V}, l);
+        final.make("final", accum, {s.states(), s.H, s.K, s.V}, l);
       }
     } else {
       if (s.has_dy) dy.make("dy", s.dtype, {s.B, s.T, s.H, s.V}, layout(columns, true));
-      if (s.has_dfinal) dfinal.make("dfinal", accum, {s.B, s.H, s.K, s.V}, layout(state, true));
+      if (s.has_dfinal) dfinal.make("dfinal", accum, {s.states(), s.H, s.K, s.V}, layout(state, true));
       for (Operand* x : {&dy, &dfinal}) {
         if (x->used()) x->fill([&] { return rng.normal(); });
       }
@@ -343,13 +359,36 @@ struct Problem {
       if (s.wants_dk) dk.make("dk", s.dtype, {s.B, s.T, s.H, s.K}, output_layout());
       if (s.wants_dv) dv.make("dv", s.dtype, {s.B, s.T, s.H, s.V}, output_layout());
       // Tensor cores leave the gate's gradient in the gate's dtype.
-      const Dtype of_gate = s.segments > 0 ? s.gate_dtype : accum;
+      const Dtype of_gate = s.segments > 0 && s.lengths.empty() ? s.gate_dtype : accum;
       if (s.wants_dgate) dgate.make("dgate", of_gate, {s.B, s.T, s.H, s.V}, output_layout());
-      if (s.wants_dinitial) dinitial.make("dinitial", accum, {s.B, s.H, s.K, s.V}, output_layout());
+      if (s.wants_dinitial) dinitial.make("dinitial", accum, {s.states(), s.H, s.K, s.V}, output_layout());
     }
     for (Operand* x : inputs()) {
       if (x->used()) x->remember();
     }
+    offsets = {0};
+    for (i64 length : s.lengths) offsets.push_back(offsets.back() + length);
+    if (s.wrong_offsets)
+      for (i64& offset : offsets)
+        if (rng.chance(0.6)) offset = rng.chance(0.3) ? (rng.chance(0.5) ? INT32_MIN : INT32_MAX) : rng.below(s.T + 40) - 20;
+    short_offsets.assign(offsets.begin(), offsets.end());
+    emu::track(offsets.data(), offsets.size() * 8, "offsets");
+    emu::track(short_offsets.data(), offsets.size() * 4, "offsets");
+  }
+  std::vector<i64> offsets;
+  std::vector<int32_t> short_offsets;
+
+  // What goes before all launches of packed sequences, and after them.
+  cudaError_t begin_packed(Params& a, bool states) {
+    if (s.lengths.empty()) return cudaSuccess;
+    a.sequences = s.lengths.size();
+    const i64 bytes = gated_delta::marks_bytes(a);
+    Operand& marks = workspace("marks", Dtype::kFloat32, {1, 1, 1, bytes / 4});
+    const void* from = s.long_offsets ? static_cast<const void*>(offsets.data()) : short_offsets.data();
+    return gated_delta::launch_marks(a, from, 1, s.long_offsets, states, marks.base, nullptr);
+  }
+  cudaError_t finish_packed(const Params& a, const gated_delta::Gradients* grads) {
+    return s.lengths.empty() ? cudaSuccess : gated_delta::launch_tails(a, grads, nullptr);
   }
   std::string layouts() {
     std::string text;
@@ -364,20 +403,24 @@ struct Problem {
 // factors by their absolute values: the scale of rounding errors, element by element.
 
 struct Dense {
-  i64 B, T, H, K, V;
+  i64 B, T, H, K, V, states;
   double scale;
+  struct Span { i64 batch, start, steps, state; };
+  std::vector<Span> spans;
   std::vector<double> q, k, v, gate, initial, dy, dfinal;  // gate: plain, the exponential already taken
   std::vector<double> y, final, dq, dk, dv, dgate, dinitial;
 
-  Dense(const Problem& p, bool absolute) : B(p.s.B), T(p.s.T), H(p.s.H), K(p.s.K), V(p.s.V), scale(p.s.scale) {
-    q = p.q.dense();
-    k = p.k.dense();
+  Dense(const Problem& p, bool absolute) : B(p.s.B), T(p.s.T), H(p.s.H), K(p.s.K), V(p.s.V), states(p.s.states()), scale(p.s.scale) {
+    for (i64 n = 0; n < states; ++n)
+      spans.push_back(p.s.lengths.empty() ? Span{n, 0, T, n} : Span{0, p.offsets[n], p.s.lengths[n], n});
+    q = of_all_heads(p.q.dense(), p.s.group);
+    k = of_all_heads(p.k.dense(), p.s.group);
     v = p.v.dense();
     gate = p.gate.dense();
     if (p.s.log_gate) for (double& g : gate) g = std::exp(g);
-    initial = p.initial.used() ? p.initial.dense() : std::vector<double>(B * H * K * V);
+    initial = p.initial.used() ? p.initial.dense() : std::vector<double>(states * H * K * V);
     dy = p.dy.used() ? p.dy.dense() : std::vector<double>(B * T * H * V);
-    dfinal = p.dfinal.used() ? p.dfinal.dense() : std::vector<double>(B * H * K * V);
+    dfinal = p.dfinal.used() ? p.dfinal.dense() : std::vector<double>(states * H * K * V);
     if (absolute) {
       for (auto* x : {&q, &k, &v, &gate, &initial, &dy, &dfinal})
         for (double& e : *x) e = std::fabs(e);
@@ -385,20 +428,29 @@ struct Dense {
     }
   }
 
+  // Rows of q or k for each of H heads.
+  std::vector<double> of_all_heads(const std::vector<double>& rows, i64 group) const {
+    std::vector<double> out;
+    out.reserve(rows.size() * group);
+    for (size_t row = 0; K > 0 && row < rows.size() / K; ++row)
+      for (i64 n = 0; n < group; ++n) out.insert(out.end(), &rows[row * K], &rows[row * K] + K);
+    return out;
+  }
+
   void forward() {
     y.assign(B * T * H * V, 0);
-    final.assign(B * H * K * V, 0);
+    final.assign(states * H * K * V, 0);
     std::vector<double> S(K * V);
-    for (i64 b = 0; b < B; ++b) for (i64 h = 0; h < H; ++h) {
-      std::copy_n(&initial[0] + (b * H + h) * K * V, K * V, S.begin());
-      for (i64 t = 0; t < T; ++t) {
-        const i64 row = (b * T + t) * H + h;
+    for (const Span& span : spans) for (i64 h = 0; h < H; ++h) {
+      std::copy_n(&initial[0] + (span.state * H + h) * K * V, K * V, S.begin());
+      for (i64 t = span.start; t < span.start + span.steps; ++t) {
+        const i64 row = (span.batch * T + t) * H + h;
         step(S.data(), row);
         double* out = &y[row * V];
         for (i64 i = 0; i < K; ++i) for (i64 j = 0; j < V; ++j) out[j] += q[row * K + i] * S[i * V + j];
         for (i64 j = 0; j < V; ++j) out[j] *= scale;
       }
-      std::copy_n(S.begin(), K * V, final.begin() + (b * H + h) * K * V);
+      std::copy_n(S.begin(), K * V, final.begin() + (span.state * H + h) * K * V);
     }
   }
   void step(double* S, i64 row) const {
@@ -414,17 +466,17 @@ struct Dense {
     dk.assign(B * T * H * K, 0);
     dv.assign(B * T * H * V, 0);
     dgate.assign(B * T * H * V, 0);
-    dinitial.assign(B * H * K * V, 0);
+    dinitial.assign(states * H * K * V, 0);
     std::vector<double> S((T + 1) * K * V), R(K * V);
-    for (i64 b = 0; b < B; ++b) for (i64 h = 0; h < H; ++h) {
-      std::copy_n(&initial[0] + (b * H + h) * K * V, K * V, S.begin());
-      for (i64 t = 0; t < T; ++t) {
+    for (const Span& span : spans) for (i64 h = 0; h < H; ++h) {
+      std::copy_n(&initial[0] + (span.state * H + h) * K * V, K * V, S.begin());
+      for (i64 t = 0; t < span.steps; ++t) {
         std::copy_n(&S[t * K * V], K * V, &S[(t + 1) * K * V]);
-        step(&S[(t + 1) * K * V], (b * T + t) * H + h);
+        step(&S[(t + 1) * K * V], (span.batch * T + span.start + t) * H + h);
       }
-      std::copy_n(&dfinal[0] + (b * H + h) * K * V, K * V, R.begin());
-      for (i64 t = T - 1; t >= 0; --t) {
-        const i64 row = (b * T + t) * H + h;
+      std::copy_n(&dfinal[0] + (span.state * H + h) * K * V, K * V, R.begin());
+      for (i64 t = span.steps - 1; t >= 0; --t) {
+        const i64 row = (span.batch * T + span.start + t) * H + h;
         const double* before = &S[t * K * V];
         const double* now = &S[(t + 1) * K * V];
         for (i64 i = 0; i < K; ++i) {
@@ -443,7 +495,7 @@ struct Dense {
         }
         if (log_gate) for (i64 j = 0; j < V; ++j) dgate[row * V + j] *= gate[row * V + j];
       }
-      std::copy_n(R.begin(), K * V, dinitial.begin() + (b * H + h) * K * V);
+      std::copy_n(R.begin(), K * V, dinitial.begin() + (span.state * H + h) * K * V);
     }
   }
 };
@@ -462,6 +514,7 @@ Params shared_arguments(const Problem& p) {
   a.H = p.s.H;
   a.K = p.s.K;
   a.V = p.s.V;
+  a.group = p.s.group;
   a.dtype = p.s.dtype;
   a.gate_dtype = p.s.gate_dtype;
   a.log_gate = p.s.log_gate;
@@ -474,13 +527,16 @@ cudaError_t call_forward(Problem& p) {
   Params a = shared_arguments(p);
   a.y = p.y.view();
   a.final_state = p.final.view();
+  cudaError_t error = p.begin_packed(a, p.s.has_initial || p.s.wants_final);
+  if (error != cudaSuccess) return error;
   if (p.s.K > gated_delta::max_rows(p.s.dtype))
     a.partial = p.workspace("partial", accum_of(p.s.dtype), {p.s.B, p.s.T, p.s.H, p.s.V}).view();
 #ifdef EMU_FORWARD_SCRATCH
   const int64_t bytes = gated_delta::forward_scratch_bytes(a);
   if (bytes > 0) a.scratch = p.workspace("scratch", Dtype::kFloat32, {1, 1, 1, bytes / 4}).base;
 #endif
-  return gated_delta::launch_forward(a, nullptr);
+  error = gated_delta::launch_forward(a, nullptr);
+  return error == cudaSuccess ? p.finish_packed(a, nullptr) : error;
 }
 
 #ifdef EMU_BACKWARD
@@ -560,6 +616,7 @@ std::string run_case(const Spec& spec, bool backward, const std::vector<int>& sc
   *detail = p.layouts();
   current = spec.describe() + *detail;
   emu::processors = spec.processors;
+  gated_delta::forward_kernels = spec.kernels;
   Dense want(p, false), size(p, true);
   bool referred = false;
   std::vector<std::vector<unsigned char>> first;
@@ -574,6 +631,7 @@ std::string run_case(const Spec& spec, bool backward, const std::vector<int>& sc
     const cudaError_t error = backward ? call_backward(p) : call_forward(p);
     if (!emu::errors.empty()) return label + "ERROR: " + emu::errors[0] + " (" + std::to_string(emu::errors.size()) + " such messages)";
     if (error != cudaSuccess) return label + "the launch returned CUDA error " + std::to_string(error);
+    if (spec.wrong_offsets) continue;
     // Older chips have too little shared memory for some.
     if (spec.segments > 0 && (emu::arch == 900 || emu::counts.products > products)) {
       if (emu::counts.products == products) return label + "meant for tensor cores, but they weren't used";
@@ -671,6 +729,7 @@ std::vector<Spec> all_cases(bool backward, uint64_t seed, int rounds) {
           s.gates = static_cast<int>(rng.below(5));
           s.processors = rng.pick<int>({132, 132, 1, 4, 20});
           s.seed = rng.next() >> 34;
+          if (s.H > 1 && Rng(s.seed).chance(0.5)) s.group = s.H;
           cases.push_back(s);
         }
   // A few beyond the grid: K of 0 (forward), K of three slices, long T, many heads.
@@ -690,6 +749,7 @@ std::vector<Spec> all_cases(bool backward, uint64_t seed, int rounds) {
         if (backward && (s.K == 0 || &e >= &extra[9])) continue;
         s.dtype = s.gate_dtype = dtype;
         s.has_initial = s.wants_final = s.has_dfinal = s.wants_dinitial = true;
+        s.group = s.H % 4 == 0 ? 4 : 1;
         s.gates = e[1] > 500 ? 1 : 0;
         s.processors = processors;
         s.seed = rng.next() >> 34;
@@ -720,6 +780,7 @@ std::vector<Spec> tensor_cases(bool backward, uint64_t seed) {
   const auto add = [&](const Size& z, Dtype dtype, Dtype gate, bool plain) {
     if (backward && std::max(z.K, z.V) > (dtype == single ? 128 : 256)) return;
     Spec s;
+    if (backward) s.kernels = gated_delta::Kernels::kTensorCores;
     s.B = z.B;
     s.T = z.T;
     s.H = z.H;
@@ -739,6 +800,7 @@ std::vector<Spec> tensor_cases(bool backward, uint64_t seed) {
     s.scale = plain ? 1.0 : rng.chance(0.7) ? 1 / std::sqrt(static_cast<double>(s.K)) : -0.5;
     s.gates = plain ? 1 : static_cast<int>(rng.below(5));
     s.seed = rng.next() >> 34;
+    if (!plain) s.group = s.H;
     cases.push_back(s);
   };
   for (const Size& z : halves)
@@ -750,6 +812,181 @@ std::vector<Spec> tensor_cases(bool backward, uint64_t seed) {
   for (const Size& z : singles)
     for (bool plain : {true, false}) add(z, single, single, plain);
   return cases;
+}
+
+// Sequences packed along time: none, one or many steps long, steps that are nobody's, with and without states.
+std::vector<Spec> packed_cases(bool backward, uint64_t seed) {
+  const std::vector<std::vector<i64>> lists = {
+      {1}, {0, 0, 5, 0}, {17, 1, 1, 30, 2}, {64, 64}, {3, 130, 0, 0, 65, 1, 20}, {200, 300}, {600, 3, 0, 280}, {31, 33, 256, 1, 255, 257},
+      {8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8}, {60, 100, 5, 70, 90, 0, 33, 110, 64, 1, 50, 44}, {512, 0, 256}, {1500}};
+  struct Size { i64 H, K, V, group; };
+  const Size sizes[] = {{2, 16, 24, 2}, {1, 64, 64, 1}, {1, 7, 5, 1}, {1, 128, 40, 1}, {2, 32, 32, 1}, {1, 130, 20, 1}};
+  std::vector<Spec> cases;
+  Rng rng(seed + 2000);
+  for (const auto& list : lists)
+    for (const Size& z : sizes)
+      for (Dtype dtype : {Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat64})
+        for (bool states : {false, true}) {
+          Spec s;
+          s.lengths = list;
+          s.T = rng.chance(0.3) ? 1 + rng.below(100) : 0;
+          for (i64 length : list) s.T += length;
+          if (s.T > 700 && z.K * z.V > 3000 && rng.chance(0.5)) continue;
+          s.H = z.H;
+          s.K = z.K;
+          s.V = z.V;
+          s.group = z.group;
+          s.dtype = s.gate_dtype = dtype;
+          s.long_offsets = rng.chance(0.5);
+          if (states) {
+            s.has_initial = rng.chance(0.7);
+            s.wants_final = s.has_dfinal = !s.has_initial || rng.chance(0.5);
+            s.wants_dinitial = s.has_initial && rng.chance(0.7);
+          }
+          s.strided = rng.chance(0.3);
+          s.log_gate = rng.chance(0.25);
+          s.gates = static_cast<int>(rng.below(5));
+          if (s.gates == 1) s.strided = false;  // products of equal gates round the same way every time
+          s.processors = rng.pick<int>({132, 132, 1, 6});
+          if (!backward) s.kernels = rng.chance(0.6) ? gated_delta::Kernels::kTensorCores : gated_delta::Kernels::kSimt;
+          s.seed = rng.next() >> 34;
+          cases.push_back(s);
+          // Sequences that overlap are written twice, which the race check would report.
+          s.wrong_offsets = !emu::race_build && rng.chance(0.2);
+          if (s.wrong_offsets) cases.push_back(s);
+        }
+  return cases;
+}
+
+// The decode step: every type of state, pools, padded slots, indices beyond the pool, any strides.
+int steps(uint64_t seed, int rounds, const std::string& dtype) {
+  struct Types { Dtype dtype, gate, state; };
+  const Dtype half = Dtype::kFloat16, bfloat = Dtype::kBFloat16, single = Dtype::kFloat32, dbl = Dtype::kFloat64;
+  const Types types[] = {{single, single, single}, {bfloat, bfloat, single}, {bfloat, single, bfloat}, {half, half, half},
+                         {half, single, single}, {dbl, dbl, dbl}};
+  int failed = 0, ran = 0;
+  Rng rng(seed);
+  for (int round = 0; round < 12 * rounds; ++round)
+    for (const Types& t : types) {
+      emu::untrack_all();
+      const i64 group = rng.pick<i64>({1, 1, 2, 3});
+      const i64 B = 1 + rng.below(4), H = group * (1 + rng.below(2));
+      const i64 K = rng.pick<i64>({1, 7, 16, 64, 100, 128, 130, 300}), V = rng.pick<i64>({1, 7, 16, 24, 64, 100, 128, 136});
+      const bool pooled = rng.chance(0.6), is_long = rng.chance(0.5), log_gate = rng.chance(0.3), strided = rng.chance(0.5);
+      const i64 P = pooled ? 1 + rng.below(7) : B;
+      if (!dtype.empty() && dtype != name_of(t.dtype)) continue;
+      const auto layout = [&](bool written) {
+        Layout l;
+        if (!strided) return l;
+        const i64 kind = rng.below(written ? 4 : 5);
+        if (kind == 0) l.pad = rng.pick<i64>({8, 16, 3});
+        if (kind == 1) l.lead = rng.pick<i64>({1, 8});
+        if (kind == 2) l.step = 2;
+        if (kind == 3) std::swap(l.order[2], l.order[3]);
+        if (kind == 4) l.expand[rng.below(4)] = true;
+        return l;
+      };
+      Operand q, k, v, gate, state, y;
+      q.make("q", t.dtype, {B, 1, H / group, K}, layout(false));
+      k.make("k", t.dtype, {B, 1, H / group, K}, layout(false));
+      v.make("v", t.dtype, {B, 1, H, V}, layout(false));
+      gate.make("gate", t.gate, {B, 1, H, V}, layout(false));
+      state.make("state", t.state, {P, H, K, V}, layout(true));
+      y.make("y", t.dtype, {B, 1, H, V});
+      for (Operand* x : {&q, &k, &v, &state}) x->fill([&] { return rng.normal(); });
+      gate.fill([&] { return log_gate ? -rng.uniform() : rng.uniform(); });
+      for (Operand* x : {&q, &k, &v, &gate}) x->remember();
+      // Each row of the pool at most once; some padded, some beyond the pool.
+      std::vector<i64> rows(P), indices(B);
+      for (i64 n = 0; n < P; ++n) rows[n] = n;
+      for (i64 n = 0; n < B; ++n) {
+        indices[n] = n;
+        if (!pooled) continue;
+        indices[n] = rng.chance(0.2) ? -1 - rng.below(3) : rng.chance(0.15) ? P + rng.below(1000000) : -7;
+        if (indices[n] != -7 || rows.empty()) continue;
+        const i64 pick = rng.below(rows.size());
+        indices[n] = rows[pick];
+        rows.erase(rows.begin() + pick);
+      }
+      std::vector<int32_t> short_indices(indices.begin(), indices.end());
+      gated_delta::StepParams p;
+      p.q = q.view();
+      p.k = k.view();
+      p.v = v.view();
+      p.gate = gate.view();
+      p.state = state.view();
+      p.y = y.view();
+      p.B = B;
+      p.H = H;
+      p.K = K;
+      p.V = V;
+      p.group = group;
+      p.pool = P;
+      p.dtype = t.dtype;
+      p.gate_dtype = t.gate;
+      p.state_dtype = t.state;
+      p.log_gate = log_gate;
+      p.scale = rng.chance(0.5) ? 1.0 : -0.25;
+      if (pooled) {
+        p.indices = is_long ? static_cast<const void*>(indices.data()) : short_indices.data();
+        p.index_stride = 1;
+        p.long_indices = is_long;
+        emu::track(p.indices, B * (is_long ? 8 : 4), "indices");
+      }
+      char name[200];
+      snprintf(name, sizeof name, "step B=%" PRId64 " H=%" PRId64 " group %" PRId64 " K=%" PRId64 " V=%" PRId64 " %s state %s%s%s", B, H,
+               group, K, V, name_of(t.dtype), name_of(t.state), pooled ? " pool" : "", log_gate ? " log" : "");
+      current = name;
+      emu::processors = rng.pick<int>({132, 1, 4});
+      emu::order = kSchedules[ran % 5].order;
+      emu::seed = kSchedules[ran % 5].seed + ran;
+      emu::errors.clear();
+      const std::vector<double> before = state.dense();
+      const cudaError_t error = gated_delta::launch_step(p, nullptr);
+      std::string text;
+      if (!emu::errors.empty()) text = emu::errors[0];
+      if (error != cudaSuccess) text = "CUDA error " + std::to_string(error);
+      std::vector<double> after = before, size = before, out, out_size;
+      for (double& each : size) each = std::fabs(each);
+      for (i64 b = 0; b < B; ++b)
+        for (i64 h = 0; h < H; ++h)
+          for (i64 j = 0; j < V; ++j) {
+            const i64 row = indices[b];
+            double sum = 0, all = 0;
+            double g = gate.get(b, 0, h, j);
+            if (log_gate) g = std::exp(g);
+            for (i64 i = 0; row >= 0 && row < P && i < K; ++i) {
+              const i64 at = ((row * H + h) * K + i) * V + j;
+              const double kv = k.get(b, 0, h / group, i) * v.get(b, 0, h, j);
+              after[at] = g * before[at] + kv;
+              size[at] = std::fabs(g * before[at]) + std::fabs(kv);
+              sum += q.get(b, 0, h / group, i) * after[at];
+              all += std::fabs(q.get(b, 0, h / group, i)) * size[at];
+            }
+            out.push_back(row >= P ? NAN : p.scale * sum);
+            out_size.push_back(std::fabs(p.scale) * all);
+          }
+      // An index beyond the pool: NaN, which no bound holds.
+      i64 n = 0;
+      y.each([&](i64 b, i64, i64 h, i64 j) {
+        if (std::isnan(out[n])) {
+          if (!std::isnan(y.get(b, 0, h, j))) text = "an index beyond the pool gave a number";
+          store(y.at(b, 0, h, j), t.dtype, 0);
+          out[n] = 0;
+        }
+        ++n;
+      });
+      if (text.empty()) text = compare(y, out, out_size, 1, accum_of(t.dtype), 4, 0);
+      if (text.empty()) text = compare(state, after, size, 1, accum_of(t.dtype), 4, 0);
+      for (Operand* x : {&q, &k, &v, &gate}) if (!x->unchanged()) text = "input " + x->name + " was modified";
+      ++ran;
+      if (!text.empty()) {
+        ++failed;
+        printf("FAIL %s: %s\n", name, text.c_str());
+      }
+    }
+  printf("step: %d of %d cases failed\n", failed, ran);
+  return failed != 0;
 }
 
 // The float64 gradient formulas against central differences of the float64 forward loop.
@@ -802,7 +1039,7 @@ int selftest() {
 int main(int argc, char** argv) {
   setvbuf(stdout, nullptr, _IOLBF, 0);
   const std::string what = argc > 1 ? argv[1] : "forward";
-  bool quick = false, tensor = false, verbose = false, all_orders = false, times = false;
+  bool quick = false, tensor = false, packed = false, verbose = false, all_orders = false, times = false;
   int shard = 0, shards = 1, rounds = -1, limit = 10;
   i64 only = -1;
   uint64_t seed = 1;
@@ -816,6 +1053,7 @@ int main(int argc, char** argv) {
     };
     if (a == "--quick") quick = true;
     else if (a == "--tensor") tensor = true;
+    else if (a == "--packed") packed = true;
     else if (a == "--verbose") verbose = true;
     else if (a == "--times") times = true;
     else if (a == "--all-orders") all_orders = true;
@@ -835,6 +1073,7 @@ int main(int argc, char** argv) {
     }
   }
   if (what == "selftest") return shard == 0 ? selftest() : 0;
+  if (what == "step") return shard == 0 ? steps(seed, rounds < 0 ? 1 : rounds, dtype) : 0;
   const bool backward = what == "backward";
 #ifndef EMU_BACKWARD
   if (backward) {
@@ -848,6 +1087,8 @@ int main(int argc, char** argv) {
   const std::vector<Spec> more = tensor_cases(backward, seed);
   cases.insert(cases.end(), more.begin(), more.end());
 #endif
+  const std::vector<Spec> more_packed = packed_cases(backward, seed);
+  cases.insert(cases.end(), more_packed.begin(), more_packed.end());
   int ran = 0, failed = 0;
   i64 mine = 0;
   const auto start = std::chrono::steady_clock::now();
@@ -857,6 +1098,7 @@ int main(int argc, char** argv) {
     if (only >= 0 && n != only) continue;
     if (!dtype.empty() && dtype != name_of(s.dtype)) continue;
     if (tensor && s.segments == 0) continue;
+    if (packed && s.lengths.empty()) continue;
     if ((T >= 0 && s.T != T) || (K >= 0 && s.K != K) || (V >= 0 && s.V != V)) continue;
     if (only < 0 && quick && Rng(n).below(dtype.empty() && s.segments == 0 ? 8 : 4) != 0) continue;
     if (only < 0 && mine++ % shards != shard) continue;

@@ -332,6 +332,8 @@ BACKWARD = ("backward", "float32", "900", [])
 TENSOR = ("forward", "float32", "900", ["--tensor"])
 TENSOR_BFLOAT = ("forward", "bfloat16", "900", ["--tensor"])
 WGMMA = ("forward", "bfloat16", "900a", ["--tensor"])
+PACKED = ("forward", "float32", "900", ["--packed"])
+PACKED_BACKWARD = ("backward", "float32", "900", ["--packed"])
 
 # Name, pattern, replacement, the build that has to notice, and where, if not FORWARD. Each must change the source.
 MUTATIONS = [
@@ -482,8 +484,8 @@ MUTATIONS = [
     ),
     (
         "tensor cores: join_segments stops one early",
-        r"segment \+ 1 < launch\.segments; \+\+segment",
-        r"segment + 2 < launch.segments; ++segment",
+        r"segment \+ 1 < segments; \+\+segment",
+        r"segment + 2 < segments; ++segment",
         "plain",
         TENSOR,
     ),
@@ -523,6 +525,41 @@ MUTATIONS = [
         r";\1",
         "plain",
         WGMMA,
+    ),
+    (
+        "packed: a sequence's start is one step late",
+        r"starts >> c & 1 \? 0 : gate\[c\]\[m\]",
+        r"c > 0 && (starts >> (c - 1) & 1) ? 0 : gate[c][m]",
+        "plain",
+        PACKED,
+    ),
+    (
+        "packed: pieces overlap by a step",
+        r"piece\.start = max\(begin, line << shift\);",
+        r"piece.start = max(begin, (line << shift) - 1);",
+        "plain",
+        PACKED,
+    ),
+    (
+        "packed: the last step's neighbours aren't cleared",
+        r"const int64_t first = min\(max\(\*end, int64_t\{0\}\), steps\);",
+        r"const int64_t first = min(max(*end + 1, int64_t{0}), steps);",
+        "plain",
+        PACKED,
+    ),
+    (
+        "packed: dgate at a start isn't zero",
+        r"if \(lane\.starts >> flat / kOwned & 1\) \*total = 0;",
+        r"",
+        "plain",
+        PACKED_BACKWARD,
+    ),
+    (
+        "packed: a sequence's chain begins one slot late",
+        r"first = head \* launch\.sweeps \+ first_slot\(",
+        r"first = head * launch.sweeps + 1 + first_slot(",
+        "plain",
+        PACKED_BACKWARD,
     ),
 ]
 
@@ -571,7 +608,7 @@ def mutate(source, options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, epilog="Other options go to the test program: see README.md.")
-    parser.add_argument("what", choices=["forward", "backward", "selftest", "ptx", "mutate", "build", "rewrite"])
+    parser.add_argument("what", choices=["forward", "backward", "step", "selftest", "ptx", "mutate", "build", "rewrite"])
     parser.add_argument("--source", help="a .cu file instead of gated_delta_jit.py --dump")
     parser.add_argument("--script", default=os.path.join(PROJECT, "gated_delta_jit.py"))
     parser.add_argument("--append", action="append", default=[], help="a .cu file to append to the source")
