@@ -6,8 +6,9 @@
     python bench.py --from FILE    tables, --csv, --markdown and --plot of the --json FILE of an earlier run
 
 Sections: "precision" compares with float64, by kind of gate; "seed" is the shape of the original loop, beside the
-loop itself, torch.add and the limits of the machine; "short" decode-like and other small shapes; "training" and "long"
-shapes of real models, where memory traffic should count and nothing else; "grid" many sizes, ours alone.
+loop itself, torch.add and the limits of the machine; "short" decode-like and other small shapes; "decode" single steps
+from a state with gated_delta_step; "training" and "long" shapes of real models, where memory traffic should count and
+nothing else; "grid" many sizes, ours alone.
 
 Method: a result is compared with a float64 oracle before it is timed, at every shape and for four kinds of gate; the
 exit status is 1 when ours is wrong. Large shapes are compared on some of the heads, and all others must be finite. A
@@ -16,7 +17,8 @@ replayed CUDA graph (GPU time, no launch cost from Python), "eager" the wall tim
 that are compared eagerly take turns. Figures are medians after a warm-up, +- is half the distance between the
 quartiles. Inputs that fit well into L2 stay there; larger ones rotate through enough buffers to exceed it. The floor is
 a kernel that touches every input and output byte once or, for what exceeds L2 and for forward plus backward, the bytes
-over the rate of a copy (forward: 4 arrays in, 1 out; backward: 5 more in, 4 out); both are measured in the same run.
+over the rate of a copy (forward: 4 arrays in, 1 out; backward: 5 more in, 4 out; decoding: the state in and out, in
+place); both are measured in the same run.
 The error of forward plus backward is the worst gradient's. "x ours" is a row's time over ours at the same shape, timed
 the same way. Tables go to stdout, progress to stderr. Ctrl-C keeps what was measured; the exit status is then 130.
 """
@@ -70,12 +72,13 @@ PEER_LIMIT = 3e-2
 
 FORWARD = "forward"
 TRAINING = "forward plus backward"
+STEP = "one step"
 OURS = "gated_delta_jit"
 LOOP = "reference loop"
 TOUCH = "every byte touched once"
 EMPTY = "empty launch"
 
-Arguments = tuple[torch.Tensor, ...]  # q, k, v, gate and, in training, dy
+Arguments = tuple[torch.Tensor, ...]  # q, k, v, gate and, in training, dy, or the state of a decoding step
 Call = Callable[[], object]
 Errors = list[tuple[str, str, float]]  # kind of gate, "y" or the gradient's name, error
 
@@ -104,6 +107,10 @@ class Problem:
         return self.own_gate_dtype or self.dtype
 
     @property
+    def state_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
     def shape(self) -> tuple[int, int, int, int]:
         return self.B, self.T, self.H, self.D
 
@@ -116,7 +123,8 @@ class Problem:
     def bytes(self, what: str = FORWARD) -> int:
         """Every input byte once and every output byte once; the backward reads all inputs again, and dy."""
         halves, gates = (11, 3) if what == TRAINING else (4, 1)
-        return (halves * self.dtype.itemsize + gates * self.gate_dtype.itemsize) * math.prod(self.shape)
+        states = 2 * self.B * self.H * self.D**2 * self.state_dtype.itemsize if what == STEP else 0
+        return (halves * self.dtype.itemsize + gates * self.gate_dtype.itemsize) * math.prod(self.shape) + states
 
     def __str__(self) -> str:
         return f"{self.shape} {self.types}"
@@ -161,7 +169,7 @@ def heads_of(kind: int, kinds: int, first: int = 0) -> slice:
 
 
 def make_arguments(problem: Problem, device: str, what: str, seed: int = 0, gates: str = "sigmoid") -> Arguments:
-    """What an implementation is called with: q, k, v, gate and, in training, dy."""
+    """What an implementation is called with: q, k, v, gate and, in training, dy, or the state of a decoding step."""
     generator = torch.Generator(device).manual_seed(seed)
     q, k, v, x, dy = (torch.randn(problem.shape, generator=generator, device=device) for _ in range(5))
     gate = torch.empty_like(x)
@@ -170,6 +178,9 @@ def make_arguments(problem: Problem, device: str, what: str, seed: int = 0, gate
         heads = heads_of(kind, len(kinds))
         gate[:, :, heads] = GATES[name](x[:, :, heads])
     inputs = (*(each.to(problem.dtype) for each in (q, k, v)), gate.to(problem.gate_dtype))
+    if what == STEP:
+        shape = (problem.B, problem.H, problem.D, problem.D)
+        return (*inputs, torch.randn(shape, generator=generator, device=device, dtype=problem.state_dtype))
     return (*inputs, dy.to(problem.dtype)) if what == TRAINING else inputs
 
 
@@ -201,10 +212,11 @@ def oracle_gradients(*arguments: torch.Tensor, stretch: int = 16) -> list[torch.
     return [torch.cat(list(each), dim=1) for each in zip(*gradients, strict=True)] + [dstate]
 
 
-def exact(arguments: Sequence[torch.Tensor], stretch: int = 256, lead: int = 128) -> list[torch.Tensor]:
-    """In float64: [y] of q, k, v, gate or, with dy as fifth, the gradients of q, k, v, gate.
+def exact(what: str, arguments: Sequence[torch.Tensor], stretch: int = 256, lead: int = 128) -> list[torch.Tensor]:
+    """In float64: [y] of q, k, v, gate or, in training with dy, the gradients of q, k, v, gate.
 
-    States of zeros unless the initial state and the final one's gradient follow; then there is a fifth gradient.
+    States of zeros unless the initial state and the final one's gradient follow; then there is a fifth gradient. Of a
+    decoding step y and the state.
 
     Long sequences whose gates forget are cut in stretches that the loop takes side by side, each with `lead` steps
     before and behind it: over those steps every product of gates must be below 1e-20, far less than float64 resolves.
@@ -212,13 +224,15 @@ def exact(arguments: Sequence[torch.Tensor], stretch: int = 256, lead: int = 128
     """
 
     def whole(sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        if len(sequences) == 4:
+        if what == FORWARD:
             return [gated_delta_reference(*sequences)[0]]
         zeros = torch.zeros_like(sequences[0][:, 0, :, :, None] * sequences[2][:, 0, :, None])
         return oracle_gradients(*sequences, zeros, zeros)[:4]
 
     sequences = [x.double() for x in arguments]
     B, T = sequences[0].shape[:2]
+    if what == STEP:
+        return list(gated_delta_reference(*sequences[:4], initial_state=sequences[4], output_final_state=True))
     if len(sequences) > 5:
         return oracle_gradients(*sequences)
     if T <= stretch + 2 * lead:
@@ -251,16 +265,18 @@ def worst(errors: Iterable[float]) -> float:
 class Judge:
     """The oracle of some batches and heads of one call, the last ones included. `gates`: as for make_arguments."""
 
-    def __init__(self, arguments: Arguments, gates: str = "mixed") -> None:
+    def __init__(self, what: str, arguments: Arguments, gates: str = "mixed") -> None:
         B, T, H, D = arguments[0].shape
         self.kinds = MIXED_GATES[:H] if gates == "mixed" else [gates]
-        self.names = ("y",) if len(arguments) == 4 else GRADIENTS[: len(arguments) - 1 - (len(arguments) > 5)]
+        self.names = {FORWARD: ("y",), STEP: ("y", "state"), TRAINING: GRADIENTS[: 5 if len(arguments) > 5 else 4]}[
+            what
+        ]
         # So many steps times elements of state may the oracle's loop walk through; autograd keeps many states.
-        pairs = max(len(MIXED_GATES), int((2e9 if self.names == ("y",) else 2.5e8) / (T * D * D)))
+        pairs = max(len(MIXED_GATES), int((2.5e8 if what == TRAINING else 2e9) / (T * D * D)))
         stride = math.ceil(B * min(H, pairs) / pairs)
         self.first_head = max(0, H - pairs)
         self.batches = slice((B - 1) % stride, None, stride)
-        self.oracle = exact([self._chosen(x) for x in arguments])
+        self.oracle = exact(what, [self._chosen(x) for x in arguments])
 
     def _chosen(self, x: torch.Tensor) -> torch.Tensor:
         return x[self.batches, :, self.first_head :]
@@ -269,7 +285,7 @@ class Judge:
         """By kind of gate; NaN where anything of that kind is not finite, in heads that weren't chosen too."""
         errors: Errors = []
         for name, result, oracle in zip(self.names, results, self.oracle, strict=True):
-            if name == "dstate":
+            if name in ("state", "dstate"):
                 result, oracle = result.movedim(1, 2), oracle.movedim(1, 2)
             for kind, gates in enumerate(self.kinds):
                 chosen = heads_of(kind, len(self.kinds), self.first_head)
@@ -484,6 +500,7 @@ SECTIONS = {
     "precision": "Precision",
     "seed": "Seed shape",
     "short": "Short and decode-like shapes",
+    "decode": "Decoding",
     "training": "Training shapes",
     "long": "Long sequences",
     "grid": "Grid",
@@ -884,7 +901,8 @@ class Candidate:
     """An implementation, or a limit. `prepare` does what a caller does once, untimed, and returns the timed call.
 
     By what is to be computed: FORWARD's gets q, k, v, gate, and its call returns y; TRAINING's gets dy as well, and its
-    call returns the gradients of q, k, v and of gate or, with `of_log_gate`, of the gate's logarithm.
+    call returns the gradients of q, k, v and of gate or, with `of_log_gate`, of the gate's logarithm. STEP's gets the
+    state as well, float32, which it may update in place, and its call returns y and the state after the step.
     """
 
     name: str
@@ -894,11 +912,13 @@ class Candidate:
     judged: bool = True
 
     def results(self, what: str, arguments: Arguments) -> list[torch.Tensor]:
-        """Of one call: [y] or the gradients of q, k, v, gate."""
+        """Of one call: [y], the gradients of q, k, v, gate, or [y, state]."""
+        if what == STEP:
+            arguments = (*arguments[:4], arguments[4].clone())
         results = self.prepare[what](*arguments)()
         if what == FORWARD:
             return [results]
-        if self.of_log_gate:
+        if self.of_log_gate and what == TRAINING:
             return [*results[:3], results[3].double() / arguments[3].double()]
         return list(results)
 
@@ -915,6 +935,21 @@ def training_step(function: Callable[..., torch.Tensor], *arguments: torch.Tenso
 
 def from_module(name: str, module: torch.nn.Module) -> Candidate:
     return Candidate(name, {FORWARD: partial(partial, module), TRAINING: partial(training_step, module)})
+
+
+def loop_step(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One step of the loop as people write it, in place. q, k, v, gate: (B, 1, H, D)."""
+    state.mul_(gate[:, 0].unsqueeze(-2)).add_(k[:, 0].unsqueeze(-1) * v[:, 0].unsqueeze(-2))
+    return (q[:, 0].unsqueeze(-1) * state).sum(-2).to(q.dtype).unsqueeze(1), state
+
+
+def prepare_step(function: Callable[..., torch.Tensor], *arguments: torch.Tensor) -> Call:
+    """Ours. Its arrays have no axis of time."""
+    *inputs, state = arguments
+    inputs = [x.squeeze(1) for x in inputs]
+    return lambda: (function(*inputs, state).unsqueeze(1), state)
 
 
 def prepare_null(*arguments: torch.Tensor) -> Call:
@@ -974,6 +1009,9 @@ def load_fla() -> tuple[list[Candidate], str]:
     except Exception as error:  # a peer that does not import is a result, whatever it raises
         return [], f"{version}, import fails: {brief(error)}"
 
+    def step(q, k, v, log_gate, state) -> tuple[torch.Tensor, torch.Tensor]:
+        return fused_recurrent(q, k, v, gv=log_gate, scale=1.0, initial_state=state, output_final_state=True)
+
     def recurrent(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: torch.Tensor) -> torch.Tensor:
         return fused_recurrent(q, k, v, gv=log_gate, scale=1.0)[0]
 
@@ -991,13 +1029,14 @@ def load_fla() -> tuple[list[Candidate], str]:
         return chunk_gsa_bwd_k(q=q, k=k, v=v, g=summed, h=h, o=y, do=dy, dg=dg, **others)[:4]
 
     def with_log(function: Callable[..., object]) -> Callable[..., Call]:
-        return lambda q, k, v, gate, *dy: partial(function, q, k, v, gate.float().log(), *dy)
+        return lambda q, k, v, gate, *others: partial(function, q, k, v, gate.float().log(), *others)
 
     def train_recurrent(q, k, v, gate, dy) -> Call:
         return training_step(recurrent, q, k, v, gate.float().log(), dy)
 
+    prepare = {FORWARD: with_log(recurrent), TRAINING: train_recurrent, STEP: with_log(step)}
     peers = [
-        Candidate("FLA recurrent", {FORWARD: with_log(recurrent), TRAINING: train_recurrent}, of_log_gate=True),
+        Candidate("FLA recurrent", prepare, of_log_gate=True),
         Candidate("FLA chunk", {FORWARD: with_log(chunk), TRAINING: with_log(chunk_training)}, of_log_gate=True),
     ]
     return peers, version
@@ -1047,7 +1086,7 @@ def precompile_fla(cases: Sequence[tuple[Problem, str]]) -> None:
 # A problem whose buffers need more than this, or than nine tenths of what is free, is left out.
 LARGEST = 40e9
 # Longer loops are left out: backward through the loop is quadratic in T.
-LOOP_STEPS = {FORWARD: 2048, TRAINING: 1024}
+LOOP_STEPS = {FORWARD: 2048, TRAINING: 1024, STEP: 1}
 
 
 @dataclass(frozen=True)
@@ -1075,10 +1114,14 @@ class Bench:
 
     @property
     def ours(self) -> Candidate:
-        return from_module(OURS, self.library.ModelNew())
+        ours = from_module(OURS, self.library.ModelNew())
+        ours.prepare[STEP] = partial(prepare_step, self.library.gated_delta_step)
+        return ours
 
     def tolerance(self, problem: Problem, of: str) -> float:
         """By the kernel that may serve the problem."""
+        if of == "state":
+            return TOLERANCE[problem.state_dtype]
         if of != "y":
             return GRADIENT_TOLERANCE[problem.dtype]
         looser = self.device == "cuda" and on_tensor_cores(problem)
@@ -1099,17 +1142,17 @@ class Bench:
             candidates = [self.ours, *(others if problem.dtype != torch.float64 else [])]
             for gates in ["mixed"] if what == TRAINING else GATES:
                 arguments = make_arguments(problem, self.device, what, 1, gates)
-                judge = Judge(arguments, gates)
+                judge = Judge(what, arguments, gates)
                 for candidate in candidates:
                     self.judge("precision", what, candidate, problem, arguments, judge)
             if what == TRAINING:
                 generator = torch.Generator(self.device).manual_seed(2)
                 shape = (problem.B, problem.H, problem.D, problem.D)
-                like = {"device": self.device, "dtype": torch.promote_types(problem.dtype, torch.float32)}
+                like = {"device": self.device, "dtype": problem.state_dtype}
                 arguments += tuple(torch.randn(shape, generator=generator, **like) for _ in range(2))
                 function = partial(partial, gradients_with_states, self.library.gated_delta)
                 ours = Candidate(f"{OURS}, states", {what: function})
-                self.judge("precision", what, ours, problem, arguments, Judge(arguments))
+                self.judge("precision", what, ours, problem, arguments, Judge(what, arguments))
             self.report.print(precision_tables(self.report.checks[known:]))
 
     def judge(
@@ -1142,13 +1185,13 @@ class Bench:
             note = note or "wrong result, not timed"
         return worst(check.error for check in usual), note
 
-    def buffer_sets(self, problem: Problem) -> int:
+    def buffer_sets(self, problem: Problem, what: str) -> int:
         """One set while inputs and output fit well into L2, else enough to exceed twice its size."""
-        if self.device == "cpu" or problem.bytes() < cache_bytes() / 8:
+        if self.device == "cpu" or problem.bytes(what) < cache_bytes() / 8:
             return 1
-        if problem.bytes() > 16 * cache_bytes():
+        if problem.bytes(what) > 16 * cache_bytes():
             return 1  # it leaves nothing there that the next call could use
-        return max(2, math.ceil(2 * cache_bytes() / problem.bytes()))
+        return max(2, math.ceil(2 * cache_bytes() / problem.bytes(what)))
 
     def floor_us(self, section: Section, problem: Problem, inputs: Arguments) -> float:
         """Microseconds that the bytes take: those of the touch kernel where they fit into L2, else at the copy rate."""
@@ -1165,7 +1208,7 @@ class Bench:
         progress(f"{SECTIONS[section.name]}, {section.what}, shapes: {len(section.problems)}")
         for problem in section.problems:
             row = Row(section.name, OURS, problem, section.what, section.methods[0])
-            row.buffer_sets = self.buffer_sets(problem)
+            row.buffer_sets = self.buffer_sets(problem, section.what)
             # Beside the buffers, the five float32 arrays that they are drawn as.
             needed = row.buffer_sets * problem.bytes(section.what) + 20 * math.prod(problem.shape)
             if self.device == "cuda" and needed > min(LARGEST, 0.9 * torch.cuda.mem_get_info()[0]):
@@ -1184,7 +1227,7 @@ class Bench:
         candidates = [each for each in (self.ours, *section.beside) if what in each.prepare]
         candidates = [each for each in candidates if each.name != LOOP or problem.T <= LOOP_STEPS[what]]
         arguments = make_arguments(problem, self.device, what, 1, "mixed")
-        judge = Judge(arguments)
+        judge = Judge(what, arguments)
         verdicts: dict[str, tuple[float | None, str]] = {}
         for candidate in candidates:
             if candidate.judged:
@@ -1263,6 +1306,17 @@ def short_shapes(quick: bool) -> list[Problem]:
     return decode[: 2 if quick else 4] + [Problem(B, T, 8, D, dtype) for dtype, D, T, B in points]
 
 
+# A step of many sequences, and of few.
+DECODE_SHAPES = [
+    Problem(64, 1, 16, 128, BF16),
+    Problem(64, 1, 16, 64, BF16),
+    Problem(64, 1, 16, 128),
+    Problem(256, 1, 16, 128, BF16),
+    Problem(8, 1, 16, 128, BF16),
+    Problem(1, 1, 16, 128, BF16),
+]
+
+
 def grid_shapes(quick: bool) -> list[Problem]:
     """From one pair (b, h) and one step to 1024 pairs of 8192 steps; at most 16 heads a batch."""
     pairs = [1, 16, 256] if quick else [1, 4, 16, 64, 256, 1024]
@@ -1281,6 +1335,7 @@ def plan(options: argparse.Namespace, device: str, peers: Sequence[Candidate]) -
     """The timed sections in the order in which they run."""
     quick = options.quick
     loop = from_module(LOOP, Model())
+    loop.prepare[STEP] = partial(partial, loop_step)
     beside = [loop, *peers]
     on_cpu = device == "cpu"
     both = {"methods": ("eager",) if on_cpu else ("graph", "eager"), "slow": 5.0}
@@ -1293,6 +1348,9 @@ def plan(options: argparse.Namespace, device: str, peers: Sequence[Candidate]) -
         shapes = dict.fromkeys(SECTIONS, ())
         if options.shapes:
             continue
+        if what == FORWARD:
+            decode = [Problem(4, 1, 16, 64)] if on_cpu else DECODE_SHAPES[: 2 if quick else None]
+            sections.append(Section("decode", STEP, in_dtype(decode, options.dtype), beside, **both))
         if on_cpu:
             shapes["short"] = [Problem(16, 1, 16, 64)]
             shapes["training"] = [Problem(4, 256 if what == FORWARD else 128, 8, 64)]

@@ -4953,7 +4953,7 @@ def test_bench_oracle(gates: str, steps: int, monkeypatch: pytest.MonkeyPatch) -
     with one_thread():
         y = gated_delta_reference(*inputs)[0]
         want = [y.detach(), *torch.autograd.grad(y, inputs, arguments[4].double())]
-        got = [*bench.exact(arguments[:4]), *bench.exact(arguments)]
+        got = [*bench.exact(bench.FORWARD, arguments[:4]), *bench.exact(bench.TRAINING, arguments)]
     assert longest == steps
     for each, wanted in zip(got, want, strict=True):
         assert bench.relative_error(each, wanted) < 1e-14
@@ -4962,16 +4962,16 @@ def test_bench_oracle(gates: str, steps: int, monkeypatch: pytest.MonkeyPatch) -
 def test_bench_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kind of gate is judged alone; of large problems some heads, but what is not finite counts everywhere."""
     arguments = bench.make_arguments(bench.Problem(2, 20, 6, 8), "cpu", bench.FORWARD, gates="mixed")
-    judge = bench.Judge(arguments)
+    judge = bench.Judge(bench.FORWARD, arguments)
     y = gated_delta(*arguments)[0]
     assert {gates for gates, _, error in judge.errors([y]) if error < 3e-7} == set(bench.MIXED_GATES)
     y[0, 3, 5, 2] *= 2
     errors = {gates: error for gates, _, error in judge.errors([y])}
     assert [gates for gates in errors if errors[gates] > 1e-3] == [bench.MIXED_GATES[1]]
 
-    monkeypatch.setattr(bench, "exact", lambda arguments: [arguments[0]])
+    monkeypatch.setattr(bench, "exact", lambda what, arguments: [arguments[0]])
     q = torch.zeros(()).expand(5, 65536, 9, 128)
-    judge = bench.Judge((q, q, q, q))
+    judge = bench.Judge(bench.FORWARD, (q, q, q, q))
     assert judge.oracle[0].shape == (1, 65536, 4, 128) and judge.batches.start == 4
     monkeypatch.setattr(judge, "oracle", [torch.ones(1, 3, 4, 2)])
     y = torch.ones(5, 3, 9, 2)
@@ -4981,6 +4981,15 @@ def test_bench_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench.relative_error(torch.zeros(2), torch.zeros(2)) == 0
     assert bench.relative_error(torch.ones(2), torch.zeros(2)) == math.inf
     assert math.isnan(bench.worst([1.0, math.nan, 2.0]))
+
+
+def test_bench_decoding(capsys: pytest.CaptureFixture[str], little_precision: None) -> None:
+    """Steps from a state: y and the state after are judged, and the loop's step is beside."""
+    assert bench.main(["--forward", "--quick", "--only", "decode"]) == 0
+    out = capsys.readouterr().out
+    assert "Decoding, one step" in out
+    table = out[out.index("Decoding, one step") :]
+    assert re.search(rf"^{bench.OURS} .* [0-9.]+", table, re.MULTILINE) and f"\n{bench.LOOP} " in table
 
 
 def test_bench_plot(tmp_path: Path) -> None:
