@@ -4809,16 +4809,17 @@ def test_readme_holds_what_bench_prints(name: str) -> None:
 
 
 def test_readme_examples_run() -> None:
-    """The Python of "Use", the loop that it is equivalent to, and the step of training; two set-up commands."""
+    """The Python of "Use", the loop that it is equivalent to, a decode step, a training step; two set-up commands."""
     commands = re.findall(r"^```sh\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     assert commands[:2] == ["pip install torch ninja pytest && python bench.py\n", "pytest\n"]
     blocks = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {}
     results = []
-    for block in blocks[:3]:
+    for block in blocks[:4]:
         exec(block, names)
         results.append(names["y"].detach())
     assert torch.allclose(results[0], results[1], atol=1e-4)
+    assert torch.allclose(names["first"], results[0][:, 0], atol=1e-4)
     assert torch.allclose(torch.cat([names["y1"], names["y2"]], dim=1), results[0], atol=1e-4)
     assert all(names[name].grad is not None for name in ("q", "k", "v", "gate"))
 
