@@ -4775,8 +4775,15 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
   copy_out(grads.dk, shared + Traits::kOfK);
 }
 
+// For sm_100 and later the compiler keeps more at hand than two blocks' registers hold, and spills.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kMostGradientBlocks = 1;
+#else
+constexpr int kMostGradientBlocks = 2;
+#endif
+
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
+__global__ void __launch_bounds__(Traits::kThreads, std::min(Traits::kBlocks, kMostGradientBlocks))
     tensor_backward(const __grid_constant__ Params p, const __grid_constant__ Gradients grads,
                     const __grid_constant__ GradientLaunch launch) {
   if constexpr (Traits::kBytes <= kMostSharedBytes) {
