@@ -96,7 +96,7 @@ struct Gradients {
   View<int64_t> dy;
   View<int64_t> dfinal_state;
   View<int64_t> dq, dk, dv;  // q's dtype; dq and dk of each of H heads, not yet summed over groups
-  View<int64_t> dgate;       // (B, T, H, V), see gate_gradient_dtype; not yet summed over broadcast axes
+  View<int64_t> dgate;  // (B, T, H, V), see gate_gradient_dtype; not yet summed over broadcast axes
   View<int64_t> dinitial_state;  // the state's type
 };
 
@@ -1190,8 +1190,8 @@ struct TensorLaunch {
   int64_t tiles = 1;          // of columns
   int stages = 0;             // chunks in shared memory
   float scale = 1;
-  float* states = nullptr;  // (B, H, segments, K, V), as in the backward
-  float* decays = nullptr;  // (B, H, segments, V)
+  float* states = nullptr;      // (B, H, segments, K, V), as in the backward
+  float* decays = nullptr;      // (B, H, segments, V)
   void* checkpoints = nullptr;  // see Checkpoints
 };
 
@@ -2227,9 +2227,9 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
     for (int h = 0; h < 2; ++h) {
       constexpr int kElements = 16 / sizeof(Gate);
       const int channel = columns * 16 + group + 8 * h;
-      pending[h] = to_accum(load_shared<Gate>(
-          stage + kOfGate + Traits::GateTile::offset(0, channel / kElements) +
-          channel % kElements * static_cast<int>(sizeof(Gate))));
+      pending[h] = to_accum(
+          load_shared<Gate>(stage + kOfGate + Traits::GateTile::offset(0, channel / kElements) +
+                            channel % kElements * static_cast<int>(sizeof(Gate))));
       if (__builtin_expect(p.log_gate, 0)) pending[h] = expf(pending[h]);
     }
   };
@@ -2444,8 +2444,8 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
     const bool due = border * kSteps % kCheckpointSteps == 0 || (kBack && chunk == 0);
     if (first_checkpoint == nullptr || !due) return;
     const Checkpoints<Element> checkpoints(p);
-    Element* to = first_checkpoint + static_cast<int64_t>(place * kSteps / kCheckpointSteps) *
-                                         checkpoints.elements();
+    Element* to = first_checkpoint +
+                  static_cast<int64_t>(place * kSteps / kCheckpointSteps) * checkpoints.elements();
 #pragma unroll
     for (int kk = 0; kk < kOwnSixteens; ++kk) {
       const int block = part * kOwnSixteens + kk;
@@ -2621,7 +2621,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       if constexpr (kTiles == 2) {
         if constexpr (!Traits::kEarly) load_gates(tiles, 1, chunk + 1, next);
         next_plan.template take<kWalk, 1>(tiles[Traits::kEarly ? 1 : 0], launch.scale,
-                                                next_products, masks);
+                                          next_products, masks);
       }
       if constexpr (!kStateOnly && Traits::kEarly) copy_out(chunk, stage + kOfV);
       if constexpr (kWgmma) {
@@ -2689,8 +2689,8 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
           float& element = state[2 * kk + n / 4][n % 4];
           const float far = added[kBack ? 1 : 0][n / 4][n % 4];
           const float near = added[kBack ? 0 : 1][n / 4][n % 4];
-          element = fmaf(first[h] * second[h], element,
-                         fmaf(kBack ? first[h] : second[h], far, near));
+          element =
+              fmaf(first[h] * second[h], element, fmaf(kBack ? first[h] : second[h], far, near));
         }
       }
     };
@@ -3900,7 +3900,7 @@ struct KeptTile {
   __device__ __forceinline__ explicit KeptTile(const LaneTile& from) {
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      const float(&pair)[2] = from.at[n / 2][n % 2];
+      const float (&pair)[2] = from.at[n / 2][n % 2];
       if constexpr (sizeof(Element) == 4) {
         words[2 * n] = __float_as_uint(pair[0]);
         words[2 * n + 1] = __float_as_uint(pair[1]);
@@ -3966,7 +3966,7 @@ template <typename Element>
 __device__ __forceinline__ void transpose_left(Operand<Element> (&to)[4], const LaneTile& tile) {
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
-    const float(&pair)[2] = tile.at[n % 2][n / 2];
+    const float (&pair)[2] = tile.at[n % 2][n / 2];
     to[n] = transposed_operand<Element>(pair[0], pair[1]);
   }
 }
@@ -3974,7 +3974,7 @@ template <typename Element>
 __device__ __forceinline__ void transpose_right(Operand<Element> (&to)[4], const LaneTile& tile) {
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
-    const float(&pair)[2] = tile.at[n / 2][n % 2];
+    const float (&pair)[2] = tile.at[n / 2][n % 2];
     to[n] = transposed_operand<Element>(pair[0], pair[1]);
   }
 }
@@ -3986,8 +3986,8 @@ struct GradientTile {
   TimeTile<Traits> time;  // v, the gate and products of it
   LaneTile v;
   LaneTile dy;
-  LaneTile v_ahead;  // carried to the end of the lane's four steps
-  LaneTile dy_back;  // carried back to their beginning
+  LaneTile v_ahead;        // carried to the end of the lane's four steps
+  LaneTile dy_back;        // carried back to their beginning
   float other_eight[2];    // the gates of the four steps that are, with the lane's, an eight
   float other_sixteen[2];  // of the eight steps that are, with the lane's eight, the tile
 
@@ -4027,8 +4027,7 @@ struct GradientTile {
   // From the tile's z, w and e to those of a lane's four steps; m takes in its part of the tile's own
   // block of M, without scale.
   __device__ __forceinline__ void descend(float (&z)[2][4], float (&w)[2][4], float (&e)[2],
-                                          LevelSums<Element>& m,
-                                          const Products<Element>& p) const {
+                                          LevelSums<Element>& m, const Products<Element>& p) const {
     uint32_t lane = threadIdx.x % 32;
     keep(lane);  // masks are quickly made: registers are worth more
     const int group = lane / 4;
@@ -4078,8 +4077,7 @@ struct GradientTile {
   // e of the lane's half, and the gates of the other half before z and w.
   static __device__ __forceinline__ void split(float (&e)[2], float (&z)[2][4], float (&w)[2][4],
                                                const LaneTile& v_here, const LaneTile& dy_here,
-                                               bool second, int distance,
-                                               const float (&other)[2]) {
+                                               bool second, int distance, const float (&other)[2]) {
     float of_first[2];
     float of_second[2];
     v_here.dot(of_first, w);
@@ -4098,8 +4096,7 @@ struct GradientTile {
   }
 
   static __device__ __forceinline__ void add_level(float (&z)[2][4], float (&w)[2][4],
-                                                   const LaneTile& v_here,
-                                                   const LaneTile& dy_here,
+                                                   const LaneTile& v_here, const LaneTile& dy_here,
                                                    const Products<Element>& p,
                                                    const Mask<Element>& mask) {
     Products<Element> kept;
@@ -4120,9 +4117,8 @@ struct GradientTile {
 // and of v.
 template <typename Element>
 __device__ __forceinline__ void descend_in_lane(float (&z)[2][4], float (&w)[2][4], float (&e)[2],
-                                                LevelSums<Element>& m,
-                                                const Products<Element>& p, const LaneTile& v,
-                                                const LaneTile& dy,
+                                                LevelSums<Element>& m, const Products<Element>& p,
+                                                const LaneTile& v, const LaneTile& dy,
                                                 const float (&gate)[2][2][2]) {
   uint32_t lane = threadIdx.x % 32;
   keep(lane);
@@ -4176,7 +4172,7 @@ __device__ __forceinline__ void descend_in_lane(float (&z)[2][4], float (&w)[2][
   for (int s = 0; s < 2; ++s) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float(&two)[2] = gate[s][h];
+      const float (&two)[2] = gate[s][h];
       dy_here.at[s][h][1] *= two[1];
       const float first = two[1] * each[s][h] + dy_here.at[s][h][1] * z[s][2 * h + 1];
       const float second = two[0] * each[s][h] + v.at[s][h][0] * w[s][2 * h];
@@ -4199,11 +4195,9 @@ __device__ __forceinline__ void descend_in_lane(float (&z)[2][4], float (&w)[2][
   }
   transpose_right<Element>(v_right, v);
   transpose_left<Element>(dy_left, dy_here);
-  m.add(dy_left, v_right,
-        [&](int n, int c) { return c == 2 * n && group == 2 * quad + 1; });
+  m.add(dy_left, v_right, [&](int n, int c) { return c == 2 * n && group == 2 * quad + 1; });
   transpose_left<Element>(dy_left, dy);
-  m.add(dy_left, v_right,
-        [&](int n, int c) { return c / 2 == n && group == 2 * quad + c % 2; });
+  m.add(dy_left, v_right, [&](int n, int c) { return c / 2 == n && group == 2 * quad + c % 2; });
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
     const int s = n / 4;
@@ -4405,9 +4399,8 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
   const uint32_t dy_sides = v_sides + Traits::kSides;
   // Results turn in place of what the warps told each other, or where floats have more room.
   const uint32_t gate_staging =
-      Traits::kStages
-          ? shared + Traits::kOfStaging + column_group * Traits::SideGate::kPanelBytes
-          : dy_sides;
+      Traits::kStages ? shared + Traits::kOfStaging + column_group * Traits::SideGate::kPanelBytes
+                      : dy_sides;
   const auto sums_at = [&](int of_group, int later, int earlier) {
     const int block = of_group * Traits::kBlocksOfM + later * (later - 1) / 2 + earlier;
     return shared + Traits::kOfSums + block * Traits::kSumBytes + lane * 16;
@@ -4429,14 +4422,13 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
     const Rows rows(lane_now);
     const RowFragments<OperandTile<Element, SideTile>> sides(lane_now);
     const ColumnFragments<Element, SideTile> own_side(16 * tile, lane_now);
-    const ColumnFragments<Gate, typename Traits::SideGate> own_side_gate(16 * tile, lane_now);
     // Numbers of the columns: what tiles tell each other.
     const uint32_t numbers =
         shared + Traits::kOfNumbers + (turn % 2 * kGroups + column_group) * Traits::kNumberBytes;
     const uint32_t own_numbers = numbers + group * 8;
-    constexpr int kDecay = 0;           // of each tile
-    constexpr int kForFirst = kTiles;   // of each tile: what it adds to e of those before it
-    constexpr int kOfState = 2 * kTiles;  // e of the chunk, in parts
+    constexpr int kDecay = 0;              // of each tile
+    constexpr int kForFirst = kTiles;      // of each tile: what it adds to e of those before it
+    constexpr int kOfState = 2 * kTiles;   // e of the chunk, in parts
     constexpr int kForLater = 3 * kTiles;  // of each pair of tiles
     // Of columns group and group + 8.
     const auto read_numbers = [&](int number) {
@@ -4595,28 +4587,16 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
 
     // ---- From the tile's to each step's; operands of dq and dk.
     if (exists) {
-      float e[2] = {0, 0};
       float before[2] = {1, 1};
       float after[2] = {1, 1};
-#pragma unroll
+#pragma unroll 1
       for (int other = 0; other < kTiles; ++other) {
-        const float2 part = read_numbers(kOfState + other);
-        e[0] += part.x;
-        e[1] += part.y;
-      }
-      const auto leave_out = [&](float (&gates)[2], int other, int added) {
+        if (other == tile) continue;
         const float2 decay = read_numbers(kDecay + other);
-        const float2 more = read_numbers(added);
-        e[0] = fmaf(decay.x, e[0], more.x);
-        e[1] = fmaf(decay.y, e[1], more.y);
-        gates[0] *= decay.x;
-        gates[1] *= decay.y;
-      };
-#pragma unroll 1
-      for (int other = kTiles - 1; other > tile; --other) leave_out(after, other, kForFirst + other);
-#pragma unroll 1
-      for (int other = 0; other < tile; ++other) {
-        leave_out(before, other, kForLater + other * kTiles + tile);
+        before[0] *= other < tile ? decay.x : 1.0f;
+        before[1] *= other < tile ? decay.y : 1.0f;
+        after[0] *= other < tile ? 1.0f : decay.x;
+        after[1] *= other < tile ? 1.0f : decay.y;
       }
       GradientTile<Traits> at;
       load(at);
@@ -4626,6 +4606,25 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
       const KeptTile<Element> dy(at.dy);
       store_tile(own_columns, at.v_at_end(after), v_tile);
       store_tile(own_columns, at.dy_at_start(before), dy_tile);
+      float e[2] = {0, 0};
+#pragma unroll
+      for (int other = 0; other < kTiles; ++other) {
+        const float2 part = read_numbers(kOfState + other);
+        e[0] += part.x;
+        e[1] += part.y;
+      }
+      const auto leave_out = [&](int other, int added) {
+        const float2 decay = read_numbers(kDecay + other);
+        const float2 more = read_numbers(added);
+        e[0] = fmaf(decay.x, e[0], more.x);
+        e[1] = fmaf(decay.y, e[1], more.y);
+      };
+#pragma unroll 1
+      for (int other = kTiles - 1; other > tile; --other) leave_out(other, kForFirst + other);
+#pragma unroll 1
+      for (int other = 0; other < tile; ++other) {
+        leave_out(other, kForLater + other * kTiles + tile);
+      }
       Products<Element> products;
       products.load(products_at(tile, tile));
       at.descend(z, w, e, own, products);
@@ -4638,14 +4637,18 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
         for (int n = 0; n < 8; ++n) z[n / 4][n % 4] *= gates[n / 4][n / 2 % 2][n % 2];
       }
       const int64_t column = 16 * columns;
+      int lane_then = lane;
+      keep(lane_then);
       if (grads.dv.data != nullptr) {
-        own_side.store(w, v_sides);
+        const ColumnFragments<Element, SideTile> own_place(16 * tile, lane_then);
+        own_place.store(w, v_sides);
         __syncwarp();
         copy_tile_out<Element, SideTile>(grads.dv, batch, start + step, head, column, steps - step,
                                          p.V, v_sides, 16 * tile);
       }
       if (grads.dgate.data != nullptr) {
-        own_side_gate.store(z, gate_staging);
+        const ColumnFragments<Gate, typename Traits::SideGate> own_place(16 * tile, lane_then);
+        own_place.store(z, gate_staging);
         __syncwarp();
         copy_tile_out<Gate, typename Traits::SideGate>(grads.dgate, batch, start + step, head,
                                                        column, steps - step, p.V, gate_staging,
@@ -4669,7 +4672,8 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
       float other[2][4] = {};
       if (earlier < tile) {
         load_sums(sum, sums_at(0, tile, earlier));
-        if (kGroups == 2 && checkpoints.column_blocks > 1) load_sums(other, sums_at(1, tile, earlier));
+        if (kGroups == 2 && checkpoints.column_blocks > 1)
+          load_sums(other, sums_at(1, tile, earlier));
       } else {
 #pragma unroll
         for (int n = 0; n < 8; ++n) sum[n / 4][n % 4] = own.at[n / 4][n % 4];
@@ -4749,8 +4753,7 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
           const int slot = 16 * (first_tile + u) + group + n % 2 * 8;
           const int channel = 16 * slice + n / 2 * 8 + 2 * quad;
           const int c = n % 2 * 2;
-          store_pair<Element, RowTile>(shared, slot, channel, dq[u][n / 2][c],
-                                       dq[u][n / 2][c + 1]);
+          store_pair<Element, RowTile>(shared, slot, channel, dq[u][n / 2][c], dq[u][n / 2][c + 1]);
           store_pair<Element, RowTile>(shared + Traits::kOfK, slot, channel, dk[u][n / 2][c],
                                        dk[u][n / 2][c + 1]);
         }
@@ -5456,8 +5459,8 @@ struct GradientKernels {
     return with_traits(p, [&](auto traits) {
       using Traits = decltype(traits);
       const auto kernel = tensor_backward<Traits>;
-      const cudaError_t error = cudaFuncSetAttribute(
-          kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kBytes);
+      const cudaError_t error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kBytes);
       if (error != cudaSuccess) return error;
       const unsigned blocks = static_cast<unsigned>(p.B * p.H * launch.chunks);
       kernel<<<blocks, Traits::kThreads, Traits::kBytes, stream>>>(p, grads, launch);
@@ -5537,16 +5540,15 @@ struct GradientScratch {
 };
 
 template <typename Element>
-cudaError_t launch_gradients(Params p, const Gradients& grads, void* scratch,
-                             cudaStream_t stream) {
+cudaError_t launch_gradients(Params p, const Gradients& grads, void* scratch, cudaStream_t stream) {
   Device device;
   cudaError_t error = device.read();
   if (error != cudaSuccess) return error;
   const GradientScratch at(p, device);
   const auto place = [&](int64_t offset) { return static_cast<char*>(scratch) + offset; };
   p.scratch = place(at.segments);
-  error = launch_tensor<Element, Walk::kStatesBack>(flowing_back(p, &grads), place(at.flows),
-                                                    stream);
+  error =
+      launch_tensor<Element, Walk::kStatesBack>(flowing_back(p, &grads), place(at.flows), stream);
   if (error != cudaSuccess) return error;
   GradientLaunch launch;
   launch.chunks = static_cast<unsigned>(at.chunks);
