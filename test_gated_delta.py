@@ -1728,7 +1728,8 @@ def loop_gradients(problems: list[Problem], upstreams: list[Upstream]) -> list[G
     given = [leaves(with_grad(problem)) for problem in problems]
 
     def joint(tensors: list[Tensor]) -> Tensor:
-        return torch.cat([tensor.expand(max(B, tensor.shape[0]), *tensor.shape[1:]) for tensor in tensors])
+        sizes = (B if tensor.shape[0] == 1 else tensor.shape[0] for tensor in tensors)  # packed states keep theirs
+        return torch.cat([tensor.expand(size, *tensor.shape[1:]) for size, tensor in zip(sizes, tensors, strict=True)])
 
     inputs = {name: joint([each[name] for each in given]) for name in given[0]}
     options = {**problems[0].options(), "initial_state": None, "output_final_state": True}
