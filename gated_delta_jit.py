@@ -22,7 +22,8 @@ later. Read it from top to bottom:
     SHARED_SOURCE   the structures that host and device exchange
     CUDA_SOURCE     kernels and their launch, free of torch, so that plain nvcc compiles what `--dump DIR` writes:
                     SIMT forward (small problems, any size and type), PTX in small named functions, tensor-core
-                    forward (large problems), SIMT backward, decode step, launching and the rules that choose
+                    forward (large problems), SIMT backward, tensor-core backward, decode step, launching and the
+                    rules that choose
     CPP_SOURCE      argument checks, the CPU kernel, registration as a torch operator, the short way in from Python
     Python          building and loading, `gated_delta`, `ModelNew`
 """
