@@ -118,10 +118,10 @@ struct StepParams {
   int64_t index_stride = 0;
 };
 
-// Kernels that the forward takes: by a rule, or, for tests, SIMT ones alone or tensor cores wherever
+// Kernels that calls take: by a rule, or, for tests, SIMT ones alone or tensor cores wherever
 // they can.
 enum class Kernels : int { kByRule, kSimt, kTensorCores };
-extern Kernels forward_kernels;
+extern Kernels chosen_kernels;
 
 // Rows of the state (in the backward: elements of the axis that is summed) that one kernel launch
 // handles. Larger ones are cut in slices whose outputs add up.
@@ -5232,7 +5232,7 @@ int tensor_stages(const Device& device) {
 //   64, 64                 11 / 14     19 / 21     34 / 35   73 / 63  141 / 123   552 / 463
 //   64, 128                23 / 26     43 / 44     96 / 80  188 / 155 373 / 300  1477 / 1168
 bool worth_tensor_cores(const Params& p, const TensorPlan& plan, const Device& device) {
-  if (forward_kernels != Kernels::kByRule) return forward_kernels == Kernels::kTensorCores;
+  if (chosen_kernels != Kernels::kByRule) return chosen_kernels == Kernels::kTensorCores;
   // Of packed sequences the average one.
   const int64_t batches = p.borders != nullptr ? p.sequences : p.B;
   const int64_t steps = p.borders != nullptr ? p.T / p.sequences : p.T;
@@ -5509,7 +5509,7 @@ Params flowing_back(const Params& p, const Gradients* grads) {
 // state's element on an H200, and 100 us for this many. Estimated; not yet measured.
 bool worth_tensor_gradients(const Params& p) {
   if (p.sequences > 0) return false;  // packed ones take SIMT kernels so far
-  if (forward_kernels != Kernels::kByRule) return forward_kernels == Kernels::kTensorCores;
+  if (chosen_kernels != Kernels::kByRule) return chosen_kernels == Kernels::kTensorCores;
   return p.B * p.H * p.T * p.K * p.V >= int64_t{1} << 23;
 }
 
@@ -5923,7 +5923,7 @@ cudaError_t launch_tails(const Params& p, const Gradients* grads, cudaStream_t s
   return cudaGetLastError();
 }
 
-Kernels forward_kernels = Kernels::kByRule;
+Kernels chosen_kernels = Kernels::kByRule;
 
 // Bytes of scratch memory that launch_forward needs on the current device.
 int64_t forward_scratch_bytes(const Params& p) {
@@ -6823,49 +6823,68 @@ void check_like_q(const Tensor& tensor, const char* name, const Tensor& q) {
   check_device(tensor, name, q);
 }
 
+bool is_half(Dtype dtype) {
+  return dtype == Dtype::kFloat16 || dtype == Dtype::kBFloat16;
+}
+
+// What whole calls and decode steps check alike: q, k, v and the gate. `axes` come before the heads:
+// (B, T) or (B).
+template <class Problem>
+void describe_operands(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v,
+                       const Tensor& gate, int64_t axes) {
+  const int64_t dims = axes + 2;
+  const std::string lead =
+      std::to_string(dims) + (axes == 2 ? " dimensions (B, T, H, " : " dimensions (B, H, ");
+  const std::string shape = axes == 2 ? "(B, T, H, " : "(B, H, ";
+  p.dtype = dtype_of(q, "q");
+  if (q.dim() != dims) refuse_value("q", "have the " + lead + "K)", text(q.sizes()));
+  dtype_of(k, "k");
+  dtype_of(v, "v");
+  p.gate_dtype = dtype_of(gate, "gate");
+  check_like_q(k, "k", q);
+  check_like_q(v, "v", q);
+  if (p.gate_dtype != p.dtype && !(is_half(p.dtype) && p.gate_dtype == Dtype::kFloat32)) {
+    refuse_type(
+        "gate",
+        "have q's dtype " + text(q.scalar_type()) + (is_half(p.dtype) ? " or be Float" : ""),
+        gate.scalar_type());
+  }
+  check_device(gate, "gate", q);
+  if (k.sizes() != q.sizes()) {
+    refuse_value("k", "have q's shape " + shape + "K) = " + text(q.sizes()), text(k.sizes()));
+  }
+  const int64_t row_heads = q.size(axes);
+  if (v.dim() != dims || v.sizes().slice(0, axes) != q.sizes().slice(0, axes) ||
+      (v.size(axes) != row_heads &&
+       (row_heads == 0 || v.size(axes) == 0 || v.size(axes) % row_heads != 0))) {
+    refuse_value("v",
+                 "have " + lead + "V), the first " + (axes == 2 ? "three" : "two") + " q's " +
+                     text(q.sizes().slice(0, axes + 1)) + " or H a multiple of q's",
+                 text(v.sizes()));
+  }
+  p.B = q.size(0);
+  p.H = v.size(axes);
+  p.K = q.size(axes + 1);
+  p.V = v.size(axes + 1);
+  if (p.H != row_heads) p.group = p.H / row_heads;
+  bool broadcasts = gate.dim() == dims;
+  for (int64_t axis = 0; broadcasts && axis < dims; ++axis) {
+    broadcasts = gate.size(axis) == 1 || gate.size(axis) == v.size(axis);
+  }
+  if (!broadcasts) {
+    refuse_value("gate",
+                 "have " + std::to_string(dims) + " dimensions that broadcast to " + shape +
+                     "V) = " + text(v.sizes()),
+                 text(gate.sizes()));
+  }
+}
+
 // Checks everything; describes the problem but for the outputs.
 Params describe(const Inputs& in) {
   const Tensor& q = in.q;
   Params p;
-  p.dtype = dtype_of(q, "q");
-  if (q.dim() != 4) refuse_value("q", "have the 4 dimensions (B, T, H, K)", text(q.sizes()));
-  dtype_of(in.k, "k");
-  dtype_of(in.v, "v");
-  p.gate_dtype = dtype_of(in.gate, "gate");
-  check_like_q(in.k, "k", q);
-  check_like_q(in.v, "v", q);
-  const bool half = p.dtype == Dtype::kFloat16 || p.dtype == Dtype::kBFloat16;
-  if (p.gate_dtype != p.dtype && !(half && p.gate_dtype == Dtype::kFloat32)) {
-    refuse_type("gate", "have q's dtype " + text(q.scalar_type()) + (half ? " or be Float" : ""),
-                in.gate.scalar_type());
-  }
-  check_device(in.gate, "gate", q);
-  p.B = q.size(0);
+  describe_operands(p, q, in.k, in.v, in.gate, 2);
   p.T = q.size(1);
-  p.K = q.size(3);
-  if (in.k.sizes() != q.sizes()) {
-    refuse_value("k", "have q's shape (B, T, H, K) = " + text(q.sizes()), text(in.k.sizes()));
-  }
-  const int64_t row_heads = q.size(2);
-  if (in.v.dim() != 4 || in.v.sizes().slice(0, 2) != q.sizes().slice(0, 2) ||
-      (in.v.size(2) != row_heads &&
-       (row_heads == 0 || in.v.size(2) == 0 || in.v.size(2) % row_heads != 0))) {
-    refuse_value("v",
-                 "have 4 dimensions (B, T, H, V), the first three q's " +
-                     text(q.sizes().slice(0, 3)) + " or H a multiple of q's",
-                 text(in.v.sizes()));
-  }
-  p.H = in.v.size(2);
-  p.V = in.v.size(3);
-  if (p.H != row_heads) p.group = p.H / row_heads;
-  bool broadcasts = in.gate.dim() == 4;
-  for (int64_t axis = 0; broadcasts && axis < 4; ++axis) {
-    broadcasts = in.gate.size(axis) == 1 || in.gate.size(axis) == in.v.size(axis);
-  }
-  if (!broadcasts) {
-    refuse_value("gate", "have 4 dimensions that broadcast to (B, T, H, V) = " + text(in.v.sizes()),
-                 text(in.gate.sizes()));
-  }
   if (in.cu_seqlens) {
     const Tensor& offsets = *in.cu_seqlens;
     if (offsets.scalar_type() != at::kInt && offsets.scalar_type() != at::kLong)
@@ -6902,7 +6921,7 @@ Params describe(const Inputs& in) {
   p.q = view(q);
   p.k = view(in.k);
   p.v = view(in.v);
-  if (row_heads == 1) p.q.stride[2] = p.k.stride[2] = 0;
+  if (q.size(2) == 1) p.q.stride[2] = p.k.stride[2] = 0;
   p.gate = view(in.gate);
   for (int64_t axis = 0; axis < 4; ++axis) {
     if (in.gate.size(axis) == 1) p.gate.stride[axis] = 0;
@@ -6918,50 +6937,15 @@ StepParams describe_step(const StepInputs& in) {
   const Tensor& q = in.q;
   const Tensor& state = in.state;
   StepParams p;
-  p.dtype = dtype_of(q, "q");
-  if (q.dim() != 3) refuse_value("q", "have the 3 dimensions (B, H, K)", text(q.sizes()));
-  dtype_of(in.k, "k");
-  dtype_of(in.v, "v");
-  p.gate_dtype = dtype_of(in.gate, "gate");
+  describe_operands(p, q, in.k, in.v, in.gate, 1);
   p.state_dtype = dtype_of(state, "state");
-  check_like_q(in.k, "k", q);
-  check_like_q(in.v, "v", q);
-  const bool half = p.dtype == Dtype::kFloat16 || p.dtype == Dtype::kBFloat16;
-  if (p.gate_dtype != p.dtype && !(half && p.gate_dtype == Dtype::kFloat32)) {
-    refuse_type("gate", "have q's dtype " + text(q.scalar_type()) + (half ? " or be Float" : ""),
-                in.gate.scalar_type());
+  if (p.state_dtype != p.dtype && !(is_half(p.dtype) && p.state_dtype == Dtype::kFloat32)) {
+    refuse_type(
+        "state",
+        "have q's dtype " + text(q.scalar_type()) + (is_half(p.dtype) ? " or be Float" : ""),
+        state.scalar_type());
   }
-  if (p.state_dtype != p.dtype && !(half && p.state_dtype == Dtype::kFloat32)) {
-    refuse_type("state", "have q's dtype " + text(q.scalar_type()) + (half ? " or be Float" : ""),
-                state.scalar_type());
-  }
-  check_device(in.gate, "gate", q);
   check_device(state, "state", q);
-  p.B = q.size(0);
-  p.K = q.size(2);
-  const int64_t row_heads = q.size(1);
-  if (in.k.sizes() != q.sizes()) {
-    refuse_value("k", "have q's shape (B, H, K) = " + text(q.sizes()), text(in.k.sizes()));
-  }
-  if (in.v.dim() != 3 || in.v.size(0) != p.B ||
-      (in.v.size(1) != row_heads &&
-       (row_heads == 0 || in.v.size(1) == 0 || in.v.size(1) % row_heads != 0))) {
-    refuse_value("v",
-                 "have 3 dimensions (B, H, V), the first two q's " + text(q.sizes().slice(0, 2)) +
-                     " or H a multiple of q's",
-                 text(in.v.sizes()));
-  }
-  p.H = in.v.size(1);
-  p.V = in.v.size(2);
-  if (p.H != row_heads) p.group = p.H / row_heads;
-  bool broadcasts = in.gate.dim() == 3;
-  for (int64_t axis = 0; broadcasts && axis < 3; ++axis) {
-    broadcasts = in.gate.size(axis) == 1 || in.gate.size(axis) == in.v.size(axis);
-  }
-  if (!broadcasts) {
-    refuse_value("gate", "have 3 dimensions that broadcast to (B, H, V) = " + text(in.v.sizes()),
-                 text(in.gate.sizes()));
-  }
   const bool pooled = in.state_indices.has_value();
   p.pool = state.dim() == 4 ? state.size(0) : 0;
   const int64_t shape[4] = {pooled ? p.pool : p.B, p.H, p.K, p.V};
@@ -7698,11 +7682,11 @@ PyObject* call_step(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// For tests: which kernels the forward takes, a number of `Kernels`.
+// For tests: which kernels calls take, a number of `Kernels`.
 PyObject* choose_kernels(PyObject*, PyObject* number) {
   HANDLE_TH_ERRORS
 #ifdef GATED_DELTA_WITH_CUDA
-  forward_kernels = static_cast<Kernels>(PyLong_AsLong(number));
+  chosen_kernels = static_cast<Kernels>(PyLong_AsLong(number));
 #endif
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS

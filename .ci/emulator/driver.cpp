@@ -616,7 +616,7 @@ std::string run_case(const Spec& spec, bool backward, const std::vector<int>& sc
   *detail = p.layouts();
   current = spec.describe() + *detail;
   emu::processors = spec.processors;
-  gated_delta::forward_kernels = spec.kernels;
+  gated_delta::chosen_kernels = spec.kernels;
   Dense want(p, false), size(p, true);
   bool referred = false;
   std::vector<std::vector<unsigned char>> first;
