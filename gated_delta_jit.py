@@ -2097,6 +2097,25 @@ __device__ __forceinline__ void copy_state(const Params& p, const TensorOwner<Tr
   }
 }
 
+// Of a segment without steps in a walk back: nothing is added, and nothing lost.
+template <class Traits>
+__device__ __forceinline__ void clear_segment(const Params& p, const TensorLaunch& launch,
+                                              const TensorOwner<Traits>& owner) {
+  const View<int64_t> state = segment_states(p, launch, owner.segment);
+  for (int n = threadIdx.x; n < Traits::kColumns; n += Traits::kThreads) {
+    const int64_t column = owner.first_column + n;
+    if (column >= p.V) continue;
+    for (int64_t row = 0; row < p.K; ++row)
+      *element_of<float>(state, owner.batch, owner.head, row, column) = 0;
+    launch.decays[(owner.pair * launch.segments + owner.segment) * p.V + column] = 1;
+  }
+}
+
+// Where the steps that are anybody's end.
+__device__ __forceinline__ int64_t end_of_steps(const Params& p) {
+  return p.end == nullptr ? p.T : min(max(*p.end, int64_t{0}), p.T);
+}
+
 // Steps of a segment before its last word of `starts` that has a bit.
 __device__ __forceinline__ int forgotten_steps(const uint32_t* starts, int64_t start, int steps) {
   const int64_t first_word = start / 32;
@@ -2109,6 +2128,20 @@ __device__ __forceinline__ int forgotten_steps(const uint32_t* starts, int64_t s
     if (all != 0) return static_cast<int>((word - (__ffs(all) - 1)) * 32 - start);
   }
   return 0;
+}
+
+// Steps of a segment up to its first word of `starts` that has a bit: to its beginning nothing flows
+// back from beyond.
+__device__ __forceinline__ int reached_steps(const uint32_t* starts, int64_t start, int steps) {
+  const int64_t last_word = (start + steps - 1) / 32;
+  for (int64_t word = start / 32; word <= last_word; word += 32) {
+    const int64_t own = word + threadIdx.x % 32;
+    // Bits outside the segment, in a word that it has a part of, don't count.
+    const bool whole = own * 32 >= start && own * 32 + 32 <= start + steps;
+    const uint32_t all = __ballot_sync(~0u, own <= last_word && whole && starts[own] != 0);
+    if (all != 0) return static_cast<int>((word + __ffs(all)) * 32 - start);
+  }
+  return steps;
 }
 
 template <class Traits, Walk kWalk>
@@ -2148,16 +2181,26 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
   int64_t start = kBack ? (launch.segments - 1 - segment) * launch.segment_steps : owner.start;
   const int64_t first_column = owner.first_column;
   const int64_t column = owner.column;
-  int steps = static_cast<int>(kBack ? min(p.T - start, launch.segment_steps) : owner.steps);
+  int steps =
+      static_cast<int>(kBack ? min(end_of_steps(p) - start, launch.segment_steps) : owner.steps);
+  if constexpr (kBack) {
+    // Nothing lies there, and what flows in is none.
+    if (steps <= 0 && ends_only) clear_segment<Traits>(p, launch, owner);
+    if (steps <= 0) return;
+  }
   if (steps == 0) {
     copy_state<Traits>(p, owner);
     return;
   }
-  if (ends_only && !kBack && p.starts != nullptr) {
-    // What comes before the segment's last start is forgotten at its end.
-    const int forgotten = forgotten_steps(p.starts, start, steps) / kSteps * kSteps;
-    start += forgotten;
-    steps -= forgotten;
+  if (ends_only && p.starts != nullptr) {
+    if constexpr (kBack) {
+      steps = reached_steps(p.starts, start, steps);
+    } else {
+      // What comes before the segment's last start is forgotten at its end.
+      const int forgotten = forgotten_steps(p.starts, start, steps) / kSteps * kSteps;
+      start += forgotten;
+      steps -= forgotten;
+    }
   }
   const int chunks = (steps + kSteps - 1) / kSteps;
   // Chunks are counted in the order of the walk. Where in time does one lie?
@@ -2223,7 +2266,8 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
   // In a walk back a chunk's first gate scales all that goes beyond it. It may be tiny, and shall not
   // make values so before they are rounded: it counts as 1 in its chunk, and comes with the next one.
   float pending[2] = {1, 1};
-  const auto take_first_gate = [&](uint32_t stage) {
+  const auto take_first_gate = [&](uint32_t stage, int chunk) {
+    const int64_t first = start + place_in_time(chunk) * kSteps;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       constexpr int kElements = 16 / sizeof(Gate);
@@ -2232,6 +2276,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
           load_shared<Gate>(stage + kOfGate + Traits::GateTile::offset(0, channel / kElements) +
                             channel % kElements * static_cast<int>(sizeof(Gate))));
       if (__builtin_expect(p.log_gate, 0)) pending[h] = expf(pending[h]);
+      if (p.starts != nullptr && starts_from(p.starts, first) & 1) pending[h] = 0;
     }
   };
 
@@ -2505,7 +2550,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       if constexpr (kBack) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) plan.decay[h] *= pending[h];
-        take_first_gate(stage);
+        take_first_gate(stage, chunk);
       }
       TimeTile<Traits> tiles[Traits::kEarly ? kTiles : 1];
       if constexpr (Traits::kEarly) load_gates(tiles, 0, chunk + 1, next);
@@ -2817,7 +2862,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       if constexpr (kBack) {
         second[0] *= pending[0];
         second[1] *= pending[1];
-        take_first_gate(stage);
+        take_first_gate(stage, chunk);
       }
 
       if constexpr (!kStateOnly) {
@@ -4333,7 +4378,8 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
   const int batch = pair / static_cast<int>(p.H);
   const int head = pair % static_cast<int>(p.H);
   const int start = chunk * Traits::kSteps;
-  const int steps = min(static_cast<int>(p.T) - start, Traits::kSteps);
+  const int steps = min(static_cast<int>(end_of_steps(p)) - start, Traits::kSteps);
+  if (steps <= 0) return;  // these are nobody's
   const Checkpoints<Element> checkpoints(p);
   const auto states_at = [&](int64_t columns) {
     return checkpoints.at(static_cast<const Element*>(launch.states), pair, chunk, columns);
@@ -4407,6 +4453,11 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
     return shared + Traits::kOfSums + block * Traits::kSumBytes + lane * 16;
   };
   const int step = 16 * tile;
+  // Bits of the lane's four steps at which a packed sequence starts.
+  const auto starts_of_lane = [&]() -> uint32_t {
+    if (p.starts == nullptr || step >= steps) return 0;
+    return starts_from(p.starts, start + step) >> 4 * quad & 15;
+  };
   const uint32_t q_tile = shared + tile * kRowTile;
   const uint32_t k_tile = q_tile + Traits::kOfK;
   const uint32_t v_tile = q_tile + Traits::kOfV;
@@ -4444,12 +4495,15 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
       Operand<Gate> unused[4];
       const ColumnFragments<Gate, typename Traits::GateTile> own_gate(16 * columns, lane_now);
       own_gate.load(gates, unused, gate_tile);
-      if (__builtin_expect(p.log_gate || step + 16 > steps, 0)) {
+      if (__builtin_expect(p.log_gate || p.starts != nullptr || step + 16 > steps, 0)) {
+        const uint32_t starts = starts_of_lane();
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
           float& gate = gates[n / 4][n / 2 % 2][n % 2];
+          const int at = n / 4 * 2 + n % 2;
           if (p.log_gate) gate = expf(gate);
-          if (step + 4 * quad + n / 4 * 2 + n % 2 >= steps) gate = 1.0f;
+          if (step + 4 * quad + at >= steps) gate = 1.0f;
+          if (starts >> at & 1) gate = 0;
         }
       }
     };
@@ -4637,6 +4691,13 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
 #pragma unroll
         for (int n = 0; n < 8; ++n) z[n / 4][n % 4] *= gates[n / 4][n / 2 % 2][n % 2];
       }
+      if (__builtin_expect(p.starts != nullptr, 0)) {
+        const uint32_t starts = starts_of_lane();  // nothing comes before these steps
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          if (starts >> (n / 4 * 2 + n % 2) & 1) z[n / 4][n % 4] = 0;
+        }
+      }
       const int64_t column = 16 * columns;
       int lane_then = lane;
       keep(lane_then);
@@ -4801,11 +4862,30 @@ __global__ void __launch_bounds__(Traits::kThreads, std::min(Traits::kBlocks, kM
 //
 // One step of time is bound by memory: the state is read and written once, everything else is tiny.
 // A block owns kColumnLanes packs of 16 bytes of one (batch, head)'s columns and all its rows; a
-// thread starts the loads of kRows rows before it waits for anything. The sum over rows runs over a
-// thread's own, then the warp's row lanes by shuffles, then the warps in shared memory.
+// thread starts the loads of kRows rows, and of all else that it needs, before it waits for anything.
+// That is why the types of the operands are template parameters: a load that is converted in a branch
+// of its own is waited for in that branch. The sum over rows runs over a thread's own, then the
+// warp's row lanes by shuffles, then the warps in shared memory.
 
 constexpr int kStepThreads = 256;
 constexpr int kStepRows = 128;  // that a block holds at once
+
+// Half-precision numbers are stored as their bits, whichever type they are of.
+template <typename State_, typename Stored_, typename StoredGate_, int kColumnLanes_, bool kPacked_>
+struct StepTraits {
+  using State = State_;
+  using Stored = Stored_;  // of q, k and v
+  using StoredGate = StoredGate_;
+  using Accum = std::conditional_t<sizeof(State) == 8, double, float>;
+  static constexpr int kColumnLanes = kColumnLanes_;
+  static constexpr bool kPacked = kPacked_;  // rows of the state consist of whole aligned packs
+  static constexpr int kPack = 16 / sizeof(State);
+  static constexpr int kTile = kColumnLanes * kPack;
+  static constexpr int kRowLanes = kStepThreads / kColumnLanes;
+  static constexpr int kRows = kStepRows / kRowLanes;
+  static_assert(kTile <= kStepThreads, "a thread writes one column of y");
+  static_assert(2 * kStepRows <= kStepThreads, "a thread reads one number of q or k");
+};
 
 // Which row of the pool belongs to a batch; -1 for none.
 __device__ __forceinline__ int64_t pool_row(const StepParams& p, int64_t batch) {
@@ -4815,17 +4895,19 @@ __device__ __forceinline__ int64_t pool_row(const StepParams& p, int64_t batch) 
                         : static_cast<const int32_t*>(p.indices)[at];
 }
 
-// kPacked: rows of the state consist of whole aligned packs.
-template <typename State, int kColumnLanes, bool kPacked>
+template <class Traits>
 __global__ void __launch_bounds__(kStepThreads)
     decode_step(const __grid_constant__ StepParams p, int64_t first_block) {
-  using Accum = std::conditional_t<sizeof(State) == 8, double, float>;
-  constexpr int kPack = 16 / sizeof(State);
-  constexpr int kTile = kColumnLanes * kPack;
-  constexpr int kRowLanes = kStepThreads / kColumnLanes;
-  constexpr int kRows = kStepRows / kRowLanes;
+  using State = typename Traits::State;
+  using Stored = typename Traits::Stored;
+  using StoredGate = typename Traits::StoredGate;
+  using Accum = typename Traits::Accum;
+  constexpr int kPack = Traits::kPack;
+  constexpr int kTile = Traits::kTile;
+  constexpr int kColumnLanes = Traits::kColumnLanes;
+  constexpr int kRowLanes = Traits::kRowLanes;
+  constexpr int kRows = Traits::kRows;
   constexpr int kWarps = kStepThreads / 32;
-  static_assert(kTile <= kStepThreads, "a thread writes one column of y");
   __shared__ Accum keys[kStepRows];
   __shared__ Accum queries[kStepRows];
   __shared__ Accum sums[kWarps][kTile];
@@ -4852,6 +4934,8 @@ __global__ void __launch_bounds__(kStepThreads)
   }
 
   State* const state = element_of<State, int64_t>(p.state, pool_at, head, 0, column);
+  const bool bfloat = p.dtype == Dtype::kBFloat16;
+  const bool bfloat_gate = p.gate_dtype == Dtype::kBFloat16;
   Accum y[kPack] = {};
   Accum value[kPack];
   Accum gate[kPack];
@@ -4862,7 +4946,7 @@ __global__ void __launch_bounds__(kStepThreads)
     for (int n = 0; n < kRows; ++n) {
       const int64_t row = first + n * kRowLanes + row_lane;
       packs[n] = Pack<State, kPack>{};
-      if constexpr (kPacked) {
+      if constexpr (Traits::kPacked) {
         if (row < p.K && column < p.V)
           packs[n] = *reinterpret_cast<const Pack<State, kPack>*>(state + row * p.state.stride[2]);
       } else {
@@ -4873,28 +4957,30 @@ __global__ void __launch_bounds__(kStepThreads)
         }
       }
     }
+    const int own_row = threadIdx.x % kStepRows;
+    const bool of_k = threadIdx.x < kStepRows;
+    Stored of_row{};
+    if (threadIdx.x < 2 * kStepRows && first + own_row < p.K)
+      of_row = *element_of<Stored, int64_t>(of_k ? p.k : p.q, batch, 0, row_head, first + own_row);
     if (first == 0) {
+      Stored values[kPack];
+      StoredGate gates[kPack];
 #pragma unroll
       for (int m = 0; m < kPack; ++m) {
         const int64_t at = column + m < p.V ? column + m : p.V - 1;
-        value[m] =
-            read_number<Accum>(p.v.data, offset_of<int64_t>(p.v, batch, 0, head, at), p.dtype);
-        gate[m] = read_number<Accum>(p.gate.data, offset_of<int64_t>(p.gate, batch, 0, head, at),
-                                     p.gate_dtype);
+        values[m] = *element_of<Stored, int64_t>(p.v, batch, 0, head, at);
+        gates[m] = *element_of<StoredGate, int64_t>(p.gate, batch, 0, head, at);
+      }
+#pragma unroll
+      for (int m = 0; m < kPack; ++m) {
+        value[m] = number_of(values[m], bfloat);
+        gate[m] = number_of(gates[m], bfloat_gate);
         if (p.log_gate) gate[m] = exponential(gate[m]);
       }
     } else {
       __syncthreads();
     }
-    if (threadIdx.x < 2 * kStepRows) {
-      const int row = threadIdx.x % kStepRows;
-      const View<int64_t>& view = threadIdx.x < kStepRows ? p.k : p.q;
-      Accum number = 0;
-      if (first + row < p.K)
-        number = read_number<Accum>(
-            view.data, offset_of<int64_t>(view, batch, 0, row_head, first + row), p.dtype);
-      (threadIdx.x < kStepRows ? keys : queries)[row] = number;
-    }
+    if (threadIdx.x < 2 * kStepRows) (of_k ? keys : queries)[own_row] = number_of(of_row, bfloat);
     __syncthreads();
 
     // ---- The step itself, and the state back to where it was.
@@ -4908,7 +4994,7 @@ __global__ void __launch_bounds__(kStepThreads)
         y[m] = multiply_add(queries[local], now, y[m]);
         packs[n].at[m] = from_accum<State>(now);
       }
-      if constexpr (kPacked) {
+      if constexpr (Traits::kPacked) {
         if (row < p.K && column < p.V)
           *reinterpret_cast<Pack<State, kPack>*>(state + row * p.state.stride[2]) = packs[n];
       } else {
@@ -5508,7 +5594,7 @@ Params flowing_back(const Params& p, const Gradients* grads) {
 // Three launches at least stand against one or two: SIMT kernels take about 13 ps for a step of a
 // state's element on an H200, and 100 us for this many. Estimated; not yet measured.
 bool worth_tensor_gradients(const Params& p) {
-  if (p.sequences > 0) return false;  // packed ones take SIMT kernels so far
+  if (p.borders != nullptr) return false;  // with states packed sequences take SIMT kernels so far
   if (chosen_kernels != Kernels::kByRule) return chosen_kernels == Kernels::kTensorCores;
   return p.B * p.H * p.T * p.K * p.V >= int64_t{1} << 23;
 }
@@ -5797,13 +5883,13 @@ struct BackwardKernels {
 
 // ---- Decode step.
 
-template <typename State, int kColumnLanes, bool kPacked>
+template <class Traits>
 cudaError_t launch_step_tiles(const StepParams& p, cudaStream_t stream) {
-  constexpr int kTile = kColumnLanes * 16 / sizeof(State);
+  constexpr int kTile = Traits::kTile;
   const int64_t blocks = p.B * p.H * ((p.V + kTile - 1) / kTile);
   for (int64_t first = 0; first < blocks; first += kMaxGridX) {
     const unsigned grid = static_cast<unsigned>(std::min(blocks - first, kMaxGridX));
-    decode_step<State, kColumnLanes, kPacked><<<grid, kStepThreads, 0, stream>>>(p, first);
+    decode_step<Traits><<<grid, kStepThreads, 0, stream>>>(p, first);
     const cudaError_t error = cudaGetLastError();
     if (error != cudaSuccess) return error;
   }
@@ -5811,7 +5897,7 @@ cudaError_t launch_step_tiles(const StepParams& p, cudaStream_t stream) {
 }
 
 // Wide tiles read long pieces of memory; narrow ones bring few heads to more processors.
-template <typename State>
+template <typename State, typename Stored, typename StoredGate>
 cudaError_t launch_step(const StepParams& p, int processors, cudaStream_t stream) {
   constexpr int kPack = 16 / sizeof(State);
   constexpr int kWide = 16;
@@ -5821,10 +5907,20 @@ cudaError_t launch_step(const StepParams& p, int processors, cudaStream_t stream
   const int64_t sizes[3] = {p.pool, p.H, p.K};
   for (int axis = 0; axis < 3; ++axis)
     packed = packed && (sizes[axis] == 1 || p.state.stride[axis] % kPack == 0);
-  if (!packed) return launch_step_tiles<State, kNarrow, false>(p, stream);
+  if (!packed)
+    return launch_step_tiles<StepTraits<State, Stored, StoredGate, kNarrow, false>>(p, stream);
   const int64_t wide_blocks = p.B * p.H * ((p.V + kWide * kPack - 1) / (kWide * kPack));
-  if (wide_blocks >= 2 * processors) return launch_step_tiles<State, kWide, true>(p, stream);
-  return launch_step_tiles<State, kNarrow, true>(p, stream);
+  if (wide_blocks >= 2 * processors)
+    return launch_step_tiles<StepTraits<State, Stored, StoredGate, kWide, true>>(p, stream);
+  return launch_step_tiles<StepTraits<State, Stored, StoredGate, kNarrow, true>>(p, stream);
+}
+
+// q, k and v are half-precision numbers.
+template <typename State>
+cudaError_t launch_step_of_half(const StepParams& p, int processors, cudaStream_t stream) {
+  if (size_of(p.gate_dtype) == 2)
+    return launch_step<State, uint16_t, uint16_t>(p, processors, stream);
+  return launch_step<State, uint16_t, float>(p, processors, stream);
 }
 
 // Where the backward's temporaries lie in its scratch memory, in elements of the state's type.
@@ -5869,6 +5965,9 @@ cudaError_t launch_gradients_bfloat16(const Params& p, const Gradients& grads, v
 cudaError_t launch_gradients_float32(const Params& p, const Gradients& grads, void* scratch,
                                      cudaStream_t stream);
 
+bool takes_tensor_gradients(const Params& p);
+Dtype gate_gradient_dtype(const Params& p);
+
 #if GATED_DELTA_IN_PART(1)
 // Bytes of memory for what launch_marks leaves for packed sequences.
 int64_t marks_bytes(const Params& p) {
@@ -5876,13 +5975,15 @@ int64_t marks_bytes(const Params& p) {
 }
 
 // Makes p.sequences sequences, packed along T with the given offsets, known to the kernels: first of
-// all launches, forward or backward. `states`: somebody has or wants them, or their gradients.
-cudaError_t launch_marks(Params& p, const void* offsets, int64_t stride, bool is_long, bool states,
-                         void* memory, cudaStream_t stream) {
+// all launches, forward or `back`. `states`: somebody has or wants them, or their gradients.
+cudaError_t launch_marks(Params& p, const void* offsets, int64_t stride, bool is_long, bool back,
+                         bool states, void* memory, cudaStream_t stream) {
   int64_t* const borders = static_cast<int64_t*>(memory);
   uint32_t* starts = reinterpret_cast<uint32_t*>(borders + p.sequences + 1);
-  // Short sequences would leave most of a block idle; without states they run as one row.
-  if (states || p.T >= 128 * p.sequences) {
+  // Without states sequences can run as one row. Short ones do, they would leave most of a block idle;
+  // and all do in a backward on tensor cores, whose blocks own a chunk of time of whatever sequences.
+  const bool as_row = !states && (p.T < 128 * p.sequences || (back && takes_tensor_gradients(p)));
+  if (!as_row) {
     p.borders = borders;
     starts = nullptr;
     // All sequences lie in the one batch; states have one for each.
@@ -5917,7 +6018,7 @@ cudaError_t launch_tails(const Params& p, const Gradients* grads, cudaStream_t s
     add(grads->dq, p.K, element);
     add(grads->dk, p.K, element);
     add(grads->dv, p.V, element);
-    add(grads->dgate, p.V, p.dtype == Dtype::kFloat64 ? 8 : 4);
+    add(grads->dgate, p.V, size_of(gate_gradient_dtype(p)));
   }
   clear_tails<<<256, 256, 0, stream>>>(tails, p.T, p.end);
   return cudaGetLastError();
@@ -5983,13 +6084,15 @@ cudaError_t launch_step(const StepParams& p, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   switch (p.state_dtype) {
     case Dtype::kFloat32:
-      return launch_step<float>(p, device.processors, stream);
+      if (size_of(p.dtype) == 4)
+        return launch_step<float, float, float>(p, device.processors, stream);
+      return launch_step_of_half<float>(p, device.processors, stream);
     case Dtype::kFloat16:
-      return launch_step<__half>(p, device.processors, stream);
+      return launch_step_of_half<__half>(p, device.processors, stream);
     case Dtype::kBFloat16:
-      return launch_step<__nv_bfloat16>(p, device.processors, stream);
+      return launch_step_of_half<__nv_bfloat16>(p, device.processors, stream);
     default:
-      return launch_step<double>(p, device.processors, stream);
+      return launch_step<double, double, double>(p, device.processors, stream);
   }
 }
 #endif
@@ -6023,6 +6126,11 @@ int64_t gradient_scratch_bytes(const Params& p) {
 
 }  // namespace
 
+// Would the backward run on tensor cores?
+bool takes_tensor_gradients(const Params& p) {
+  return gradient_scratch_bytes(p) > 0;
+}
+
 // Bytes of scratch memory that launch_backward needs on the current device.
 int64_t backward_scratch_bytes(const Params& p) {
   const int64_t bytes = gradient_scratch_bytes(p);
@@ -6032,20 +6140,20 @@ int64_t backward_scratch_bytes(const Params& p) {
 
 // The dtype in which it writes the gate's gradient.
 Dtype gate_gradient_dtype(const Params& p) {
-  if (gradient_scratch_bytes(p) > 0) return p.gate_dtype;
+  if (takes_tensor_gradients(p)) return p.gate_dtype;
   return p.dtype == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32;
 }
 
 // Does it want this dy as a contiguous copy? Of zeros, where there is none.
 bool backward_wants_copy(const Params& p, const View<int64_t>& dy) {
-  if (gradient_scratch_bytes(p) == 0) return false;
+  if (!takes_tensor_gradients(p)) return false;
   return dy.data == nullptr || !moves_in_chunks(dy, p, size_of(p.dtype));
 }
 
 // Computes the gradients that `grads` has a place for. Nothing may be empty.
 cudaError_t launch_backward(const Params& p, const Gradients& wanted, void* scratch,
                             cudaStream_t stream) {
-  if (gradient_scratch_bytes(p) > 0) {
+  if (takes_tensor_gradients(p)) {
     // States first, from where the forward's kernels are; checkpoints lie at the beginning.
     Device device;
     cudaError_t error = device.read();
@@ -6754,8 +6862,8 @@ Dtype gate_gradient_dtype(const Params& p);
 bool backward_wants_copy(const Params& p, const View<int64_t>& dy);
 cudaError_t launch_step(const StepParams& p, cudaStream_t stream);
 int64_t marks_bytes(const Params& p);
-cudaError_t launch_marks(Params& p, const void* offsets, int64_t stride, bool is_long, bool states,
-                         void* memory, cudaStream_t stream);
+cudaError_t launch_marks(Params& p, const void* offsets, int64_t stride, bool is_long, bool back,
+                         bool states, void* memory, cudaStream_t stream);
 cudaError_t launch_tails(const Params& p, const Gradients* grads, cudaStream_t stream);
 #endif
 
@@ -7081,8 +7189,8 @@ class Packing {
 #ifdef GATED_DELTA_WITH_CUDA
     memory_ = allocate({marks_bytes(p)}, at::kByte, device);
     const Tensor& offsets = *in_.cu_seqlens;
-    C10_CUDA_CHECK(launch_marks(p, offsets.const_data_ptr(), offsets.stride(0), is_long(), states,
-                                memory_.mutable_data_ptr(),
+    C10_CUDA_CHECK(launch_marks(p, offsets.const_data_ptr(), offsets.stride(0), is_long(),
+                                grads != nullptr, states, memory_.mutable_data_ptr(),
                                 c10::cuda::getCurrentCUDAStream(device.index())));
 #endif
   }
@@ -7207,6 +7315,7 @@ std::array<Tensor, 5> backward(const Inputs& in, const std::optional<Tensor>& dy
   Tensor dy_copy;
 #ifdef GATED_DELTA_WITH_CUDA
   if (device.is_cuda() && p.B * p.T * p.H * p.K * p.V > 0) {
+    packing.begin(p, &grads, in.initial_state.has_value() || dfinal_state.has_value());
     if (gate_gradient_dtype(p) == p.gate_dtype) gate_type = in.gate.scalar_type();
     if (backward_wants_copy(p, grads.dy)) {
       dy_copy = allocate(values, dtype, device);
@@ -7243,7 +7352,6 @@ std::array<Tensor, 5> backward(const Inputs& in, const std::optional<Tensor>& dy
   }
 #ifdef GATED_DELTA_WITH_CUDA
   else {
-    packing.begin(p, &grads, in.initial_state.has_value() || dfinal_state.has_value());
     const int64_t bytes = backward_scratch_bytes(p);
     Tensor scratch;
     if (bytes > 0) scratch = allocate({bytes}, at::kByte, device);

@@ -15,7 +15,7 @@ cudaError_t call_backward(Problem& p) {
   g.dv = p.dv.view();
   g.dgate = p.dgate.view();
   g.dinitial_state = p.dinitial.view();
-  cudaError_t error = p.begin_packed(a, p.s.has_initial || p.s.has_dfinal);
+  cudaError_t error = p.begin_packed(a, true, p.s.has_initial || p.s.has_dfinal);
   if (error != cudaSuccess) return error;
   const int64_t bytes = gated_delta::backward_scratch_bytes(a);
   void* scratch = nullptr;

@@ -17,8 +17,9 @@ namespace gated_delta {
 cudaError_t launch_forward(const Params& p, cudaStream_t stream);
 cudaError_t launch_step(const StepParams& p, cudaStream_t stream);
 int64_t marks_bytes(const Params& p);
-cudaError_t launch_marks(Params& p, const void* offsets, int64_t stride, bool is_long, bool states, void* memory,
-                         cudaStream_t stream);
+cudaError_t launch_marks(Params& p, const void* offsets, int64_t stride, bool is_long, bool back, bool states,
+                         void* memory, cudaStream_t stream);
+Dtype gate_gradient_dtype(const Params& p);
 cudaError_t launch_tails(const Params& p, const Gradients* grads, cudaStream_t stream);
 #ifdef EMU_FORWARD_SCRATCH
 int64_t forward_scratch_bytes(const Params& p);
@@ -279,6 +280,9 @@ struct Spec {
   }
 };
 
+struct Problem;
+Params shared_arguments(const Problem& p);
+
 struct Problem {
   Spec s;
   Operand q, k, v, gate, initial;                 // inputs
@@ -359,8 +363,11 @@ struct Problem {
       if (s.wants_dk) dk.make("dk", s.dtype, {s.B, s.T, s.H, s.K}, output_layout());
       if (s.wants_dv) dv.make("dv", s.dtype, {s.B, s.T, s.H, s.V}, output_layout());
       // Tensor cores leave the gate's gradient in the gate's dtype.
-      const Dtype of_gate = s.segments > 0 && s.lengths.empty() ? s.gate_dtype : accum;
-      if (s.wants_dgate) dgate.make("dgate", of_gate, {s.B, s.T, s.H, s.V}, output_layout());
+      Params a = shared_arguments(*this);
+      const i64 border = 0;
+      a.sequences = s.lengths.size();
+      if (a.sequences > 0 && (s.has_initial || s.has_dfinal)) a.borders = &border;
+      if (s.wants_dgate) dgate.make("dgate", gated_delta::gate_gradient_dtype(a), {s.B, s.T, s.H, s.V}, output_layout());
       if (s.wants_dinitial) dinitial.make("dinitial", accum, {s.states(), s.H, s.K, s.V}, output_layout());
     }
     for (Operand* x : inputs()) {
@@ -379,13 +386,13 @@ struct Problem {
   std::vector<int32_t> short_offsets;
 
   // What goes before all launches of packed sequences, and after them.
-  cudaError_t begin_packed(Params& a, bool states) {
+  cudaError_t begin_packed(Params& a, bool back, bool states) {
     if (s.lengths.empty()) return cudaSuccess;
     a.sequences = s.lengths.size();
     const i64 bytes = gated_delta::marks_bytes(a);
     Operand& marks = workspace("marks", Dtype::kFloat32, {1, 1, 1, bytes / 4});
     const void* from = s.long_offsets ? static_cast<const void*>(offsets.data()) : short_offsets.data();
-    return gated_delta::launch_marks(a, from, 1, s.long_offsets, states, marks.base, nullptr);
+    return gated_delta::launch_marks(a, from, 1, s.long_offsets, back, states, marks.base, nullptr);
   }
   cudaError_t finish_packed(const Params& a, const gated_delta::Gradients* grads) {
     return s.lengths.empty() ? cudaSuccess : gated_delta::launch_tails(a, grads, nullptr);
@@ -527,7 +534,7 @@ cudaError_t call_forward(Problem& p) {
   Params a = shared_arguments(p);
   a.y = p.y.view();
   a.final_state = p.final.view();
-  cudaError_t error = p.begin_packed(a, p.s.has_initial || p.s.wants_final);
+  cudaError_t error = p.begin_packed(a, false, p.s.has_initial || p.s.wants_final);
   if (error != cudaSuccess) return error;
   if (p.s.K > gated_delta::max_rows(p.s.dtype))
     a.partial = p.workspace("partial", accum_of(p.s.dtype), {p.s.B, p.s.T, p.s.H, p.s.V}).view();
@@ -612,11 +619,11 @@ const Schedule kSchedules[] = {{emu::kForward, 0, "forward"}, {emu::kReverse, 0,
 
 // Runs the case under each schedule; all results alike to the bit.
 std::string run_case(const Spec& spec, bool backward, const std::vector<int>& schedules, std::string* detail) {
+  emu::processors = spec.processors;
+  gated_delta::chosen_kernels = spec.kernels;
   Problem p(spec, backward);
   *detail = p.layouts();
   current = spec.describe() + *detail;
-  emu::processors = spec.processors;
-  gated_delta::chosen_kernels = spec.kernels;
   Dense want(p, false), size(p, true);
   bool referred = false;
   std::vector<std::vector<unsigned char>> first;
@@ -848,7 +855,8 @@ std::vector<Spec> packed_cases(bool backward, uint64_t seed) {
           s.gates = static_cast<int>(rng.below(5));
           if (s.gates == 1) s.strided = false;  // products of equal gates round the same way every time
           s.processors = rng.pick<int>({132, 132, 1, 6});
-          if (!backward) s.kernels = rng.chance(0.6) ? gated_delta::Kernels::kTensorCores : gated_delta::Kernels::kSimt;
+          s.kernels = rng.chance(0.6) ? gated_delta::Kernels::kTensorCores : gated_delta::Kernels::kSimt;
+          if (backward && s.kernels == gated_delta::Kernels::kTensorCores) s.strided = false;  // they want copies
           s.seed = rng.next() >> 34;
           cases.push_back(s);
           // Sequences that overlap are written twice, which the race check would report.
