@@ -1346,6 +1346,10 @@ template <typename T>
 __device__ __forceinline__ void keep(T& value) {
   asm volatile("" : "+r"(value));
 }
+template <typename T>
+__device__ __forceinline__ void keep(T*& value) {
+  asm volatile("" : "+l"(value));
+}
 
 template <typename T>
 __device__ __forceinline__ T load_shared(uint32_t address) {
@@ -2097,7 +2101,7 @@ __device__ __forceinline__ void copy_state(const Params& p, const TensorOwner<Tr
   }
 }
 
-// Of a segment without steps in a walk back: nothing is added, and nothing lost.
+// Of a segment that adds nothing to a state, or of which nobody asks what it adds.
 template <class Traits>
 __device__ __forceinline__ void clear_segment(const Params& p, const TensorLaunch& launch,
                                               const TensorOwner<Traits>& owner) {
@@ -2193,6 +2197,10 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
     return;
   }
   if (ends_only && p.starts != nullptr) {
+    if (!kBack && (starts_from(p.starts, start + steps) & 1)) {
+      clear_segment<Traits>(p, launch, owner);  // the next one begins with a sequence
+      return;
+    }
     if constexpr (kBack) {
       steps = reached_steps(p.starts, start, steps);
     } else {
@@ -2321,7 +2329,10 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
     const int left = steps - place_in_time(chunk) * kSteps - u * 16;
 #pragma unroll
     for (int n = 0; n < kCount; ++n) load_tile(tiles[n], u + n, stage);
-    if (__builtin_expect(p.log_gate || p.starts != nullptr || left < 16 * kCount, 0)) {
+    bool plain = !p.log_gate && left >= 16 * kCount;
+    if (p.starts != nullptr && plain)
+      plain = starts_from(p.starts, start + steps - left) << (32 - 16 * kCount) == 0;
+    if (__builtin_expect(!plain, 0)) {
 #pragma unroll
       for (int n = 0; n < kCount; ++n) finish_gates(tiles[n], left - 16 * n);
     }
@@ -2955,35 +2966,49 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   }
 }
 
-// Chains the segments: states become what precedes each.
+// Chains the segments: states become what precedes each. A block's first index is the (batch, head),
+// the second its share of the state's elements.
 __global__ void join_segments(const __grid_constant__ Params p,
                               const __grid_constant__ TensorLaunch launch) {
+  constexpr int kAtOnce = 8;
   const int64_t elements = p.K * p.V;
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (thread >= (p.borders == nullptr ? p.B : p.sequences) * p.H * elements) return;
-  const int64_t pair = thread / elements;
-  const int64_t row = thread % elements / p.V;
-  const int64_t column = thread % p.V;
-  int64_t first = pair * launch.segments;
+  const int64_t batch = blockIdx.x / static_cast<unsigned>(p.H);
+  const int64_t head = blockIdx.x % static_cast<unsigned>(p.H);
+  int64_t first = blockIdx.x * launch.segments;
   int64_t segments = launch.segments;
   if (p.borders != nullptr) {
-    const int64_t sequence = pair / p.H;
-    first = pair % p.H * launch.segments + first_slot(p.borders, launch.shift, sequence);
-    segments = slots_of(p.borders, launch.shift, sequence);
+    first = head * launch.segments + first_slot(p.borders, launch.shift, batch);
+    segments = slots_of(p.borders, launch.shift, batch);
     if (segments == 1) return;
   }
-  float* states = launch.states + first * elements + row * p.V + column;
-  const float* decays = launch.decays + first * p.V + column;
-  float state = 0;
-  if (p.initial_state.data != nullptr)
-    state = *element_of<const float>(p.initial_state, pair / p.H, pair % p.H, row, column);
-#pragma unroll 4
-  for (int64_t segment = 0; segment + 1 < segments; ++segment) {
-    const float end = fmaf(decays[segment * p.V], state, states[segment * elements]);
-    states[segment * elements] = state;
-    state = end;
+  const int64_t threads = static_cast<int64_t>(gridDim.y) * blockDim.x;
+  for (int64_t at = static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x; at < elements;
+       at += threads) {
+    const int64_t row = at / p.V;
+    const int64_t column = at - row * p.V;
+    float* const states = launch.states + first * elements + at;
+    const float* const decays = launch.decays + first * p.V + column;
+    float state = 0;
+    if (p.initial_state.data != nullptr)
+      state = *element_of<const float>(p.initial_state, batch, head, row, column);
+    for (int64_t segment = 0; segment < segments; segment += kAtOnce) {
+      // All loads first: only the chain is serial.
+      float ends[kAtOnce];
+      float decay[kAtOnce];
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        if (segment + n + 1 >= segments) break;
+        ends[n] = states[(segment + n) * elements];
+        decay[n] = decays[(segment + n) * p.V];
+      }
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        if (segment + n >= segments) break;
+        states[(segment + n) * elements] = state;
+        if (segment + n + 1 < segments) state = fmaf(decay[n], state, ends[n]);
+      }
+    }
   }
-  states[(segments - 1) * elements] = state;
 }
 
 // ===================================== SIMT backward ==========================================
@@ -4883,6 +4908,7 @@ struct StepTraits {
   static constexpr int kTile = kColumnLanes * kPack;
   static constexpr int kRowLanes = kStepThreads / kColumnLanes;
   static constexpr int kRows = kStepRows / kRowLanes;
+  static constexpr int kBlocks = sizeof(State) == 4 && kPacked ? 3 : 1;
   static_assert(kTile <= kStepThreads, "a thread writes one column of y");
   static_assert(2 * kStepRows <= kStepThreads, "a thread reads one number of q or k");
 };
@@ -4895,9 +4921,11 @@ __device__ __forceinline__ int64_t pool_row(const StepParams& p, int64_t batch) 
                         : static_cast<const int32_t*>(p.indices)[at];
 }
 
+// Addresses are made twice, for loads and for stores: registers are worth more, for more blocks on a
+// multiprocessor.
 template <class Traits>
-__global__ void __launch_bounds__(kStepThreads)
-    decode_step(const __grid_constant__ StepParams p, int64_t first_block) {
+__global__ void __launch_bounds__(kStepThreads, Traits::kBlocks)
+    decode_step(const __grid_constant__ StepParams p, int64_t first_head, int64_t first_batch) {
   using State = typename Traits::State;
   using Stored = typename Traits::Stored;
   using StoredGate = typename Traits::StoredGate;
@@ -4912,12 +4940,10 @@ __global__ void __launch_bounds__(kStepThreads)
   __shared__ Accum queries[kStepRows];
   __shared__ Accum sums[kWarps][kTile];
 
-  const int64_t tiles = (p.V + kTile - 1) / kTile;
-  const int64_t block = first_block + blockIdx.x;
-  const int64_t tile = block % tiles * kTile;
-  const int64_t head = block / tiles % p.H;
-  const int64_t batch = block / tiles / p.H;
-  const int64_t row_head = head / p.group;
+  const int64_t tile = int64_t{blockIdx.x} * kTile;
+  const int64_t head = first_head + blockIdx.y;
+  const int64_t batch = first_batch + blockIdx.z;
+  const int64_t row_head = p.group == 1 ? head : head / p.group;
   const int column_lane = threadIdx.x % kColumnLanes;
   const int row_lane = threadIdx.x / kColumnLanes;
   const int64_t column = tile + column_lane * kPack;
@@ -4933,7 +4959,8 @@ __global__ void __launch_bounds__(kStepThreads)
     return;
   }
 
-  State* const state = element_of<State, int64_t>(p.state, pool_at, head, 0, column);
+  const int64_t row_step = kRowLanes * p.state.stride[2];
+  State* state = element_of<State, int64_t>(p.state, pool_at, head, row_lane, column);
   const bool bfloat = p.dtype == Dtype::kBFloat16;
   const bool bfloat_gate = p.gate_dtype == Dtype::kBFloat16;
   Accum y[kPack] = {};
@@ -4941,21 +4968,22 @@ __global__ void __launch_bounds__(kStepThreads)
   Accum gate[kPack];
   for (int64_t first = 0; first < p.K; first += kStepRows) {
     // ---- Everything is on its way before anything is used.
+    const int rows = static_cast<int>(min(p.K - first, int64_t{kStepRows})) - row_lane;
+    const auto exists = [&](int n) { return n * kRowLanes < rows && column < p.V; };
     Pack<State, kPack> packs[kRows];
+    State* from = state;
 #pragma unroll
     for (int n = 0; n < kRows; ++n) {
-      const int64_t row = first + n * kRowLanes + row_lane;
       packs[n] = Pack<State, kPack>{};
       if constexpr (Traits::kPacked) {
-        if (row < p.K && column < p.V)
-          packs[n] = *reinterpret_cast<const Pack<State, kPack>*>(state + row * p.state.stride[2]);
+        if (exists(n)) packs[n] = *reinterpret_cast<const Pack<State, kPack>*>(from);
       } else {
 #pragma unroll
         for (int m = 0; m < kPack; ++m) {
-          if (row < p.K && column + m < p.V)
-            packs[n].at[m] = state[row * p.state.stride[2] + m * p.state.stride[3]];
+          if (exists(n) && column + m < p.V) packs[n].at[m] = from[m * p.state.stride[3]];
         }
       }
+      from += row_step;
     }
     const int own_row = threadIdx.x % kStepRows;
     const bool of_k = threadIdx.x < kStepRows;
@@ -4984,26 +5012,26 @@ __global__ void __launch_bounds__(kStepThreads)
     __syncthreads();
 
     // ---- The step itself, and the state back to where it was.
+    keep(state);
 #pragma unroll
     for (int n = 0; n < kRows; ++n) {
-      const int local = n * kRowLanes + row_lane;
-      const int64_t row = first + local;
+      const Accum key = keys[n * kRowLanes + row_lane];
+      const Accum query = queries[n * kRowLanes + row_lane];
 #pragma unroll
       for (int m = 0; m < kPack; ++m) {
-        const Accum now = multiply_add(gate[m], to_accum(packs[n].at[m]), keys[local] * value[m]);
-        y[m] = multiply_add(queries[local], now, y[m]);
+        const Accum now = multiply_add(gate[m], to_accum(packs[n].at[m]), key * value[m]);
+        y[m] = multiply_add(query, now, y[m]);
         packs[n].at[m] = from_accum<State>(now);
       }
       if constexpr (Traits::kPacked) {
-        if (row < p.K && column < p.V)
-          *reinterpret_cast<Pack<State, kPack>*>(state + row * p.state.stride[2]) = packs[n];
+        if (exists(n)) *reinterpret_cast<Pack<State, kPack>*>(state) = packs[n];
       } else {
 #pragma unroll
         for (int m = 0; m < kPack; ++m) {
-          if (row < p.K && column + m < p.V)
-            state[row * p.state.stride[2] + m * p.state.stride[3]] = packs[n].at[m];
+          if (exists(n) && column + m < p.V) state[m * p.state.stride[3]] = packs[n].at[m];
         }
       }
+      state += row_step;
     }
   }
 
@@ -5403,8 +5431,12 @@ cudaError_t launch_walk(const Params& p, const Device& device, const TensorPlan&
   if (cuts_time(p, plan)) {
     cudaError_t error = launch_tensor_kernel<Traits, kEnds>(p, launch, blocks, stream);
     if (error != cudaSuccess) return error;
-    const int64_t threads = (p.borders == nullptr ? p.B : p.sequences) * p.H * p.K * p.V;
-    join_segments<<<static_cast<unsigned>((threads + 127) / 128), 128, 0, stream>>>(p, launch);
+    // Most sequences have one segment, and nothing to chain.
+    const int64_t pairs = (p.borders == nullptr ? p.B : p.sequences) * p.H;
+    const int64_t each = p.borders == nullptr ? 128 : 1024;
+    const dim3 grid(static_cast<unsigned>(pairs),
+                    static_cast<unsigned>(std::min((p.K * p.V + each - 1) / each, kMaxGridYZ)));
+    join_segments<<<grid, 128, 0, stream>>>(p, launch);
     error = cudaGetLastError();
     if (error != cudaSuccess) return error;
   }
@@ -5885,13 +5917,14 @@ struct BackwardKernels {
 
 template <class Traits>
 cudaError_t launch_step_tiles(const StepParams& p, cudaStream_t stream) {
-  constexpr int kTile = Traits::kTile;
-  const int64_t blocks = p.B * p.H * ((p.V + kTile - 1) / kTile);
-  for (int64_t first = 0; first < blocks; first += kMaxGridX) {
-    const unsigned grid = static_cast<unsigned>(std::min(blocks - first, kMaxGridX));
-    decode_step<Traits><<<grid, kStepThreads, 0, stream>>>(p, first);
-    const cudaError_t error = cudaGetLastError();
-    if (error != cudaSuccess) return error;
+  const unsigned tiles = static_cast<unsigned>((p.V + Traits::kTile - 1) / Traits::kTile);
+  for (int64_t batch = 0; batch < p.B; batch += kMaxGridYZ) {
+    for (int64_t head = 0; head < p.H; head += kMaxGridYZ) {
+      const dim3 grid(tiles, std::min(p.H - head, kMaxGridYZ), std::min(p.B - batch, kMaxGridYZ));
+      decode_step<Traits><<<grid, kStepThreads, 0, stream>>>(p, head, batch);
+      const cudaError_t error = cudaGetLastError();
+      if (error != cudaSuccess) return error;
+    }
   }
   return cudaSuccess;
 }
@@ -5965,6 +5998,7 @@ cudaError_t launch_gradients_bfloat16(const Params& p, const Gradients& grads, v
 cudaError_t launch_gradients_float32(const Params& p, const Gradients& grads, void* scratch,
                                      cudaStream_t stream);
 
+bool takes_tensor_cores(const Params& p);
 bool takes_tensor_gradients(const Params& p);
 Dtype gate_gradient_dtype(const Params& p);
 
@@ -5980,9 +6014,10 @@ cudaError_t launch_marks(Params& p, const void* offsets, int64_t stride, bool is
                          bool states, void* memory, cudaStream_t stream) {
   int64_t* const borders = static_cast<int64_t*>(memory);
   uint32_t* starts = reinterpret_cast<uint32_t*>(borders + p.sequences + 1);
-  // Without states sequences can run as one row. Short ones do, they would leave most of a block idle;
-  // and all do in a backward on tensor cores, whose blocks own a chunk of time of whatever sequences.
-  const bool as_row = !states && (p.T < 128 * p.sequences || (back && takes_tensor_gradients(p)));
+  // Without states sequences can run as one row, and no block's work depends on their lengths. Only
+  // SIMT kernels that find long sequences do better with each for itself.
+  const bool tensor_cores = back ? takes_tensor_gradients(p) : takes_tensor_cores(p);
+  const bool as_row = !states && (p.T < 128 * p.sequences || tensor_cores);
   if (!as_row) {
     p.borders = borders;
     starts = nullptr;
@@ -6025,6 +6060,12 @@ cudaError_t launch_tails(const Params& p, const Gradients* grads, cudaStream_t s
 }
 
 Kernels chosen_kernels = Kernels::kByRule;
+
+// Would the forward run on tensor cores?
+bool takes_tensor_cores(const Params& p) {
+  Device device;
+  return device.read() == cudaSuccess && plan_tensor(p, device).segments > 0;
+}
 
 // Bytes of scratch memory that launch_forward needs on the current device.
 int64_t forward_scratch_bytes(const Params& p) {

@@ -484,8 +484,8 @@ MUTATIONS = [
     ),
     (
         "tensor cores: join_segments stops one early",
-        r"segment \+ 1 < segments; \+\+segment",
-        r"segment + 2 < segments; ++segment",
+        r"segment \+ n \+ 1 < segments\) state",
+        r"segment + n + 2 < segments) state",
         "plain",
         TENSOR,
     ),
