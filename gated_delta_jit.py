@@ -138,6 +138,7 @@ CUDA_SOURCE = SHARED_SOURCE + r"""
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <atomic>
 #include <type_traits>
 #include <utility>
 
@@ -5293,9 +5294,23 @@ struct Device {
   int shared_bytes = 0;  // that a block may have
   int capability = 0;    // the major number
 
+  // Of the current device. Calls ask several times, and a small one notices: the first to ask for a
+  // device keeps the answer, three numbers below 2^21 in one word, 0 for none yet.
   cudaError_t read() {
+    constexpr int kMostDevices = 64;
+    constexpr int kBits = 21;
+    constexpr uint64_t kMask = (uint64_t{1} << kBits) - 1;
+    static std::atomic<uint64_t> known[kMostDevices];
     int device = 0;
     cudaError_t error = cudaGetDevice(&device);
+    const bool keeps = error == cudaSuccess && device < kMostDevices;
+    const uint64_t word = keeps ? known[device].load(std::memory_order_relaxed) : 0;
+    if (word != 0) {
+      processors = static_cast<int>(word & kMask);
+      shared_bytes = static_cast<int>(word >> kBits & kMask);
+      capability = static_cast<int>(word >> 2 * kBits);
+      return error;
+    }
     if (error == cudaSuccess)
       error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
     if (error == cudaSuccess)
@@ -5303,6 +5318,12 @@ struct Device {
           cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     if (error == cudaSuccess)
       error = cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, device);
+    if (keeps && error == cudaSuccess) {
+      known[device].store(static_cast<uint64_t>(processors) |
+                              static_cast<uint64_t>(shared_bytes) << kBits |
+                              static_cast<uint64_t>(capability) << 2 * kBits,
+                          std::memory_order_relaxed);
+    }
     return error;
   }
 };
@@ -6289,10 +6310,13 @@ CPP_SOURCE = SHARED_SOURCE + r"""
 #include <array>
 #include <cmath>
 #include <initializer_list>
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <type_traits>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -6846,7 +6870,7 @@ struct Inputs {
   const std::optional<Tensor>& cu_seqlens;
 };
 
-bool plain(const Tensor& tensor);
+bool plain(c10::DispatchKeySet keys);
 
 struct StepInputs {
   const Tensor& q;
@@ -6879,11 +6903,13 @@ std::pair<Tensor, Tensor> call_operator(const Inputs& in, bool records);
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/Type.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
 #ifdef GATED_DELTA_WITH_CUDA
-#include <ATen/cuda/EmptyTensor.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -6982,11 +7008,11 @@ template <class Problem>
 void describe_operands(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v,
                        const Tensor& gate, int64_t axes) {
   const int64_t dims = axes + 2;
-  const std::string lead =
-      std::to_string(dims) + (axes == 2 ? " dimensions (B, T, H, " : " dimensions (B, H, ");
-  const std::string shape = axes == 2 ? "(B, T, H, " : "(B, H, ";
+  // Of messages; a call that is right puts no strings together.
+  const auto shape = [&] { return std::string(axes == 2 ? "(B, T, H, " : "(B, H, "); };
+  const auto lead = [&] { return std::to_string(dims) + " dimensions " + shape(); };
   p.dtype = dtype_of(q, "q");
-  if (q.dim() != dims) refuse_value("q", "have the " + lead + "K)", text(q.sizes()));
+  if (q.dim() != dims) refuse_value("q", "have the " + lead() + "K)", text(q.sizes()));
   dtype_of(k, "k");
   dtype_of(v, "v");
   p.gate_dtype = dtype_of(gate, "gate");
@@ -7000,14 +7026,14 @@ void describe_operands(Problem& p, const Tensor& q, const Tensor& k, const Tenso
   }
   check_device(gate, "gate", q);
   if (k.sizes() != q.sizes()) {
-    refuse_value("k", "have q's shape " + shape + "K) = " + text(q.sizes()), text(k.sizes()));
+    refuse_value("k", "have q's shape " + shape() + "K) = " + text(q.sizes()), text(k.sizes()));
   }
   const int64_t row_heads = q.size(axes);
   if (v.dim() != dims || v.sizes().slice(0, axes) != q.sizes().slice(0, axes) ||
       (v.size(axes) != row_heads &&
        (row_heads == 0 || v.size(axes) == 0 || v.size(axes) % row_heads != 0))) {
     refuse_value("v",
-                 "have " + lead + "V), the first " + (axes == 2 ? "three" : "two") + " q's " +
+                 "have " + lead() + "V), the first " + (axes == 2 ? "three" : "two") + " q's " +
                      text(q.sizes().slice(0, axes + 1)) + " or H a multiple of q's",
                  text(v.sizes()));
   }
@@ -7022,7 +7048,7 @@ void describe_operands(Problem& p, const Tensor& q, const Tensor& k, const Tenso
   }
   if (!broadcasts) {
     refuse_value("gate",
-                 "have " + std::to_string(dims) + " dimensions that broadcast to " + shape +
+                 "have " + std::to_string(dims) + " dimensions that broadcast to " + shape() +
                      "V) = " + text(v.sizes()),
                  text(gate.sizes()));
   }
@@ -7163,9 +7189,15 @@ View<int64_t> contiguous_view(void* data, int64_t b, int64_t c, int64_t d) {
 
 // ======================================== The operator ========================================
 
+// A new tensor; on a GPU the device must be the current one.
 Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device) {
 #ifdef GATED_DELTA_WITH_CUDA
-  if (device.is_cuda()) return at::detail::empty_cuda(sizes, dtype, device, std::nullopt);
+  // Without empty_cuda's own look at the device, which OnDevice had.
+  if (device.is_cuda()) {
+    return at::detail::empty_generic(sizes, c10::cuda::CUDACachingAllocator::get(),
+                                     c10::DispatchKeySet(c10::DispatchKey::CUDA), dtype,
+                                     std::nullopt);
+  }
 #endif
   return at::detail::empty_cpu(sizes, dtype);
 }
@@ -7187,6 +7219,12 @@ class OnDevice {
   c10::cuda::OptionalCUDAGuard guard_;
 #endif
 };
+
+// What stands for a result that isn't there.
+Tensor nothing(at::ScalarType dtype, at::Device device) {
+  const OnDevice on_device(device);
+  return allocate({0}, dtype, device);
+}
 
 // Where packed sequences lie; nothing where there are none.
 class Packing {
@@ -7425,7 +7463,7 @@ std::tuple<Tensor, Tensor> forward_operator(const Tensor& q, const Tensor& k, co
                                             const std::optional<Tensor>& cu_seqlens) {
   auto [y, final_state] =
       forward({q, k, v, gate, initial_state, scale, output_final_state, log_gate, cu_seqlens});
-  if (!final_state.defined()) final_state = allocate({0}, state_type(q), q.device());
+  if (!final_state.defined()) final_state = nothing(state_type(q), q.device());
   return {y, final_state};
 }
 
@@ -7437,7 +7475,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_operator(
   auto result = backward({q, k, v, gate, initial_state, scale, false, log_gate, cu_seqlens}, dy,
                          dfinal_state, needed);
   for (Tensor& each : result) {
-    if (!each.defined()) each = allocate({0}, q.scalar_type(), q.device());
+    if (!each.defined()) each = nothing(q.scalar_type(), q.device());
   }
   return {result[0], result[1], result[2], result[3], result[4]};
 }
@@ -7468,11 +7506,13 @@ const auto& registered_step() {
 
 // ========================================= Autograd ===========================================
 
-// Likewise for a whole call, which no profiler watches either.
+// Likewise for a whole call, which no profiler watches either. Undefined tensors have no stake.
 bool goes_straight(std::initializer_list<const Tensor*> tensors) {
-  bool straight = !at::hasCallbacks();
-  for (const Tensor* each : tensors) straight = straight && (!each->defined() || plain(*each));
-  return straight;
+  c10::DispatchKeySet keys;
+  for (const Tensor* each : tensors) {
+    if (each->defined()) keys = keys | each->key_set();
+  }
+  return plain(keys) && !at::hasCallbacks();
 }
 
 void refuse_tangent(const Tensor& tensor, const char* name) {
@@ -7490,61 +7530,132 @@ class ForwardFunction : public torch::autograd::Function<ForwardFunction> {
       const Tensor& gate, const std::optional<Tensor>& initial_state, double scale,
       bool output_final_state, bool log_gate, const std::optional<Tensor>& cu_seqlens) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const Tensor state = initial_state.value_or(Tensor());
-    if (cu_seqlens) {
-      ctx->save_for_backward({q, k, v, gate, state, *cu_seqlens});
-    } else {
-      ctx->save_for_backward({q, k, v, gate, state});
-    }
-    if (scale != 1) ctx->saved_data["scale"] = scale;
-    if (log_gate) ctx->saved_data["log_gate"] = true;
-    ctx->set_materialize_grads(false);
-    if (goes_straight({&q, &k, &v, &gate, &state}) && (!cu_seqlens || plain(*cu_seqlens))) {
-      auto [y, final_state] = gated_delta::forward(
-          {q, k, v, gate, initial_state, scale, output_final_state, log_gate, cu_seqlens});
-      if (!output_final_state) return {y};
-      return {y, final_state};
-    }
+    keep(ctx, {q, k, v, gate, initial_state, scale, output_final_state, log_gate, cu_seqlens});
     auto [y, final_state] = registered_forward().call(q, k, v, gate, initial_state, scale,
                                                       output_final_state, log_gate, cu_seqlens);
     if (!output_final_state) ctx->mark_non_differentiable({final_state});
     return {y, final_state};
   }
 
+  static void keep(torch::autograd::AutogradContext* ctx, const Inputs& in) {
+    torch::autograd::variable_list kept;
+    kept.reserve(6);
+    kept.insert(kept.end(), {in.q, in.k, in.v, in.gate});
+    kept.push_back(in.initial_state ? *in.initial_state : Tensor());
+    if (in.cu_seqlens) kept.push_back(*in.cu_seqlens);
+    ctx->save_for_backward(std::move(kept));
+    if (in.scale != 1) ctx->saved_data["scale"] = in.scale;
+    if (in.log_gate) ctx->saved_data["log_gate"] = true;
+    ctx->set_materialize_grads(false);
+  }
+
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
-                                                 torch::autograd::variable_list gradients) {
-    const auto saved = ctx->get_saved_variables();
-    const auto optional = [](const Tensor& tensor) {
-      return tensor.defined() ? std::optional<Tensor>(tensor) : std::nullopt;
-    };
-    const std::optional<Tensor> initial_state = optional(saved[4]);
-    const std::optional<Tensor> cu_seqlens = saved.size() > 5 ? optional(saved[5]) : std::nullopt;
-    const std::optional<Tensor> dy = optional(gradients[0]);
-    const std::optional<Tensor> dfinal_state =
-        gradients.size() > 1 ? optional(gradients[1]) : std::nullopt;
-    const auto scale_at = ctx->saved_data.find("scale");
-    const double scale = scale_at == ctx->saved_data.end() ? 1 : scale_at->second.toDouble();
-    const bool log_gate = ctx->saved_data.find("log_gate") != ctx->saved_data.end();
-    Needed needed;
-    for (size_t n = 0; n < 5; ++n) needed[n] = saved[n].defined() && ctx->needs_input_grad(n);
+                                                 const torch::autograd::variable_list& gradients) {
+    std::array<Tensor, 5> computed = compute(*ctx, gradients);
     torch::autograd::variable_list result(9);
-    const auto keep = [&](auto&&... computed) {
-      size_t n = 0;
-      ((needed[n] ? void(result[n] = std::move(computed)) : void(), ++n), ...);
+    std::move(computed.begin(), computed.end(), result.begin());
+    return result;
+  }
+
+  // The gradients that are needed; the others are undefined tensors.
+  static std::array<Tensor, 5> compute(const torch::autograd::AutogradContext& ctx,
+                                       const torch::autograd::variable_list& gradients) {
+    const auto saved = ctx.get_saved_variables();
+    const auto optional = [](const torch::autograd::variable_list& list, size_t n) {
+      return n < list.size() && list[n].defined() ? std::optional<Tensor>(list[n]) : std::nullopt;
     };
+    const std::optional<Tensor> initial_state = optional(saved, 4);
+    const std::optional<Tensor> cu_seqlens = optional(saved, 5);
+    const std::optional<Tensor> dy = optional(gradients, 0);
+    const std::optional<Tensor> dfinal_state = optional(gradients, 1);
+    double scale = 1;
+    bool log_gate = false;
+    if (!ctx.saved_data.empty()) {
+      const auto scale_at = ctx.saved_data.find("scale");
+      if (scale_at != ctx.saved_data.end()) scale = scale_at->second.toDouble();
+      log_gate = ctx.saved_data.find("log_gate") != ctx.saved_data.end();
+    }
+    Needed needed;
+    for (size_t n = 0; n < 5; ++n) needed[n] = saved[n].defined() && ctx.needs_input_grad(n);
     const Tensor none;
     if (!at::GradMode::is_enabled() &&
         goes_straight({&saved[0], &saved[1], &saved[2], &saved[3], &saved[4], dy ? &*dy : &none,
                        dfinal_state ? &*dfinal_state : &none, cu_seqlens ? &*cu_seqlens : &none})) {
-      std::apply(keep, gated_delta::backward({saved[0], saved[1], saved[2], saved[3], initial_state,
-                                              scale, false, log_gate, cu_seqlens},
-                                             dy, dfinal_state, needed));
-    } else {
-      std::apply(keep,
-                 registered_backward().call(saved[0], saved[1], saved[2], saved[3], initial_state,
-                                            dy, dfinal_state, scale, log_gate, needed, cu_seqlens));
+      return gated_delta::backward({saved[0], saved[1], saved[2], saved[3], initial_state, scale,
+                                    false, log_gate, cu_seqlens},
+                                   dy, dfinal_state, needed);
+    }
+    auto [dq, dk, dv, dgate, dinitial_state] =
+        registered_backward().call(saved[0], saved[1], saved[2], saved[3], initial_state, dy,
+                                   dfinal_state, scale, log_gate, needed, cu_seqlens);
+    std::array<Tensor, 5> result = {dq, dk, dv, dgate, dinitial_state};
+    for (size_t n = 0; n < 5; ++n) {
+      if (!needed[n]) result[n].reset();
     }
     return result;
+  }
+};
+
+// The same entry in autograd's record as ForwardFunction::apply makes, for calls that go straight:
+// torch's way there describes every operand, searches sets for outputs that are inputs, and puts
+// its own name together, in vain.
+class StraightNode : public torch::autograd::CppNode<ForwardFunction> {
+ public:
+  // Older torch counts a node's owners in a std::shared_ptr, newer in the node.
+  template <class Self>
+  static auto make() {
+    if constexpr (std::is_same_v<decltype(torch::autograd::Edge::function),
+                                 std::shared_ptr<torch::autograd::Node>>) {
+      return std::shared_ptr<Self>(new Self, [](Self* node) { deleteNode(node); });
+    } else {
+      return c10::make_intrusive<Self>();
+    }
+  }
+
+  // The forward, on autograd's record.
+  static std::pair<Tensor, Tensor> record(const Inputs& in) {
+    std::pair<Tensor, Tensor> outputs;
+    {
+      at::AutoDispatchBelowADInplaceOrView below_autograd;
+      at::AutoGradMode no_grad(false);
+      outputs = gated_delta::forward(in);
+    }
+    const auto node = make<StraightNode>();
+    node->set_ctx_grad_fn(node);
+    if (in.initial_state && in.cu_seqlens) {
+      node->set_next_edges(torch::autograd::collect_next_edges(in.q, in.k, in.v, in.gate,
+                                                               *in.initial_state, *in.cu_seqlens));
+    } else if (in.initial_state || in.cu_seqlens) {
+      node->set_next_edges(torch::autograd::collect_next_edges(
+          in.q, in.k, in.v, in.gate, in.initial_state ? *in.initial_state : *in.cu_seqlens));
+    } else {
+      node->set_next_edges(torch::autograd::collect_next_edges(in.q, in.k, in.v, in.gate));
+    }
+    // As ForwardFunction::forward has them: four operands, the state, three numbers, the offsets.
+    node->is_variable_input_.resize(9);
+    for (int n = 0; n < 4; ++n) node->is_variable_input_[n] = true;
+    node->is_variable_input_[4] = in.initial_state.has_value();
+    node->is_variable_input_[8] = in.cu_seqlens.has_value();
+    ForwardFunction::keep(&node->ctx_, in);
+    torch::autograd::set_history(outputs.first, node);
+    if (in.output_final_state) torch::autograd::set_history(outputs.second, node);
+    node->save_variables_to_ctx();
+    return outputs;
+  }
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::array<Tensor, 5> computed = ForwardFunction::compute(ctx_, gradients);
+    torch::autograd::variable_list result(num_outputs());
+    const size_t count = is_variable_input_[4] ? 5 : 4;
+    std::move(computed.begin(), computed.begin() + count, result.begin());
+    return result;
+  }
+
+  std::string name() const override {
+    static const std::string theirs =
+        c10::demangle(typeid(torch::autograd::CppNode<ForwardFunction>).name());
+    return theirs;
   }
 };
 
@@ -7560,7 +7671,7 @@ std::tuple<Tensor, Tensor> forward_autograd(const Tensor& q, const Tensor& k, co
   refuse_tangent(initial_state.value_or(Tensor()), "initial_state");
   const auto result = ForwardFunction::apply(q, k, v, gate, initial_state, scale,
                                              output_final_state, log_gate, cu_seqlens);
-  if (result.size() == 1) return {result[0], allocate({0}, state_type(q), q.device())};
+  if (result.size() == 1) return {result[0], nothing(state_type(q), q.device())};
   return {result[0], result[1]};
 }
 
@@ -7683,15 +7794,16 @@ GATED_DELTA_LIBRARY_IMPL(TORCH_EXTENSION_NAME, AutocastCUDA, m) {
 
 }  // namespace
 
-// Would the dispatcher lead straight to a kernel of ours, past at most autograd? No tracing,
-// autocast, functorch transform, dispatch mode or subclass has a stake in the tensor.
-bool plain(const Tensor& tensor) {
+// Would the dispatcher lead straight to a kernel of ours, past at most autograd, for tensors that
+// have these keys together? No tracing, autocast, functorch transform, dispatch mode or subclass
+// has a stake in them.
+bool plain(c10::DispatchKeySet keys) {
   using c10::DispatchKey;
   const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
-  c10::DispatchKeySet keys = (tensor.key_set() | local.included_) - local.excluded_;
-  c10::DispatchKeySet ordinary({DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::AutogradCPU,
-                                DispatchKey::AutogradCUDA, DispatchKey::ADInplaceOrView,
-                                DispatchKey::BackendSelect});
+  keys = (keys | local.included_) - local.excluded_;
+  constexpr c10::DispatchKeySet ordinary(
+      {DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA,
+       DispatchKey::ADInplaceOrView, DispatchKey::BackendSelect});
   return (keys.raw_repr() & ~ordinary.raw_repr()) == 0;
 }
 
@@ -7701,10 +7813,7 @@ Tensor call_step(const StepInputs& in) {
 }
 
 std::pair<Tensor, Tensor> call_operator(const Inputs& in, bool records) {
-  if (!records) return forward(in);
-  const auto outputs = ForwardFunction::apply(in.q, in.k, in.v, in.gate, in.initial_state, in.scale,
-                                              in.output_final_state, in.log_gate, in.cu_seqlens);
-  return {outputs[0], in.output_final_state ? outputs[1] : Tensor()};
+  return records ? StraightNode::record(in) : forward(in);
 }
 
 }  // namespace gated_delta
@@ -7749,18 +7858,20 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
                   (PyFloat_Check(arguments[4]) || PyLong_CheckExact(arguments[4])) &&
                   PyBool_Check(arguments[6]) && PyBool_Check(arguments[7]);
   bool records = false;
+  c10::DispatchKeySet keys;
   for (int n = 0; n < (has_sequences ? 9 : 6); ++n) {
     if (n == 4 || (n == 5 && !has_state) || n == 6 || n == 7) continue;
     straight = straight && THPVariable_CheckExact(arguments[n]);
     if (!straight) break;
     const Tensor& tensor = THPVariable_Unpack(arguments[n]);
-    straight = plain(tensor) && !tensor._fw_grad(0).defined();
+    keys = keys | tensor.key_set();
+    straight = !tensor._fw_grad(0).defined();
     records = records || (at::GradMode::is_enabled() && tensor.requires_grad());
 #ifndef GATED_DELTA_WITH_CUDA
     straight = straight && tensor.device().is_cpu();
 #endif
   }
-  if (!straight) Py_RETURN_NOTIMPLEMENTED;
+  if (!straight || !plain(keys)) Py_RETURN_NOTIMPLEMENTED;
   const double scale = PyFloat_AsDouble(arguments[4]);
   if (scale == -1 && PyErr_Occurred()) return nullptr;  // an int beyond every float
   std::optional<Tensor> initial_state;
@@ -7799,17 +7910,18 @@ PyObject* call_step(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   bool straight = !at::impl::torch_function_mode_enabled() && !at::hasCallbacks() &&
                   (PyFloat_Check(arguments[5]) || PyLong_CheckExact(arguments[5])) &&
                   PyBool_Check(arguments[6]);
+  c10::DispatchKeySet keys;
   for (int n = 0; n < 8; ++n) {
     if (n == 5 || n == 6 || (n == 7 && !has_indices)) continue;
     straight = straight && THPVariable_CheckExact(arguments[n]);
     if (!straight) break;
     const Tensor& tensor = THPVariable_Unpack(arguments[n]);
-    straight = plain(tensor);
+    keys = keys | tensor.key_set();
 #ifndef GATED_DELTA_WITH_CUDA
     straight = straight && tensor.device().is_cpu();
 #endif
   }
-  if (!straight) Py_RETURN_NOTIMPLEMENTED;
+  if (!straight || !plain(keys)) Py_RETURN_NOTIMPLEMENTED;
   const double scale = PyFloat_AsDouble(arguments[5]);
   if (scale == -1 && PyErr_Occurred()) return nullptr;  // an int beyond every float
   std::optional<Tensor> state_indices;
