@@ -217,6 +217,14 @@ __device__ __forceinline__ T* element_of(const View<Index>& view, Index a, Index
   return static_cast<T*>(view.data) + offset;
 }
 
+// Where a (batch, head)'s steps begin: the same for a block's lanes, so one of them multiplies.
+template <typename T>
+__device__ __forceinline__ T* steps_of(const View<int64_t>& view, uint32_t batch, uint32_t start,
+                                       uint32_t head) {
+  return static_cast<T*>(view.data) +
+         (batch * view.stride[0] + start * view.stride[1] + head * view.stride[2]);
+}
+
 // Part of a packed sequence: where a grid in time with a line every 2^shift steps cuts it.
 struct Piece {
   int64_t sequence;
@@ -1375,10 +1383,10 @@ struct TileLoader {
   __device__ __forceinline__ TileLoader(const View<int64_t>& view, int64_t batch, int64_t start,
                                         int64_t head, int64_t channel, int64_t channels)
       : view(view), place(place_of(threadIdx.x / kChunks)), first(threadIdx.x / kChunks) {
-    channel += threadIdx.x % kChunks * kElements;
-    from = reinterpret_cast<const char*>(
-        element_of<const T>(view, batch, start + first, head, channel));
-    if (channel >= channels) first = INT32_MAX / 2;
+    const int lane_channel = threadIdx.x % kChunks * kElements;
+    from = reinterpret_cast<const char*>(element_of<const T>(view, batch, start, head, channel) +
+                                         first * view.stride[1] + lane_channel);
+    if (channel + lane_channel >= channels) first = INT32_MAX / 2;
   }
 
   // Starts the next kSteps steps on their way; those from `steps` on don't exist.
@@ -1393,7 +1401,7 @@ struct TileLoader {
     for_each_chunk(tile, steps, [](uint32_t to, const char* source, bool whole) {
       Pack<T, kElements> copies = {};
       if (whole) {
-        const T element = *reinterpret_cast<const T*>(source);
+        const T element = *reinterpret_cast<const T*>(source - threadIdx.x % kChunks * 16);
 #pragma unroll
         for (int e = 0; e < kElements; ++e) copies.at[e] = element;
       }
@@ -3800,8 +3808,15 @@ struct GradientTraits {
   using Element = Element_;
   using Gate = Gate_;
   static constexpr int kChannels = kChannels_;  // K and V are padded with zeros
-  static constexpr int kGroups = kGroups_;      // of four warps; each has its own columns: 1 or 2
-  static constexpr int kBlocks = kBlocks_;      // that shall fit on a multiprocessor
+  static constexpr int kSixteens = kChannels / 16;
+  // Loops over these and over tiles. float32's three products for one would not fit the instruction
+  // cache.
+  static constexpr int kUnrolled = std::is_same_v<Element_, float> ? 1
+                                   : kSixteens < 8                 ? kSixteens
+                                                                   : 8;
+  static constexpr int kUnrolledTiles = std::is_same_v<Element_, float> ? 1 : 4;
+  static constexpr int kGroups = kGroups_;  // of four warps; each has its own columns: 1 or 2
+  static constexpr int kBlocks = kBlocks_;  // that shall fit on a multiprocessor
   static constexpr bool kFloat = std::is_same_v<Element, float>;
   static constexpr int kTiles = 4;
   static constexpr int kSteps = 16 * kTiles;
@@ -3867,10 +3882,14 @@ template <typename Element>
 struct StateBlock {
   uint4 words[sizeof(Element) / 2];
 
-  __device__ __forceinline__ void load(const Element* from) {
-    words[0] = *reinterpret_cast<const uint4*>(from);
-    if constexpr (sizeof(Element) == 4)
-      words[1] = *reinterpret_cast<const uint4*>(from + Checkpoints<Element>::kBlock / 2);
+  // Zeros if it isn't there.
+  __device__ __forceinline__ void load(const Element* from, bool is_there) {
+#pragma unroll
+    for (int n = 0; n < static_cast<int>(sizeof(Element)) / 2; ++n) {
+      words[n] = make_uint4(0, 0, 0, 0);
+      if (is_there)
+        words[n] = *reinterpret_cast<const uint4*>(from + n * Checkpoints<Element>::kBlock / 2);
+    }
   }
   __device__ __forceinline__ float2 pair(int n) const {
     if constexpr (sizeof(Element) == 4) {
@@ -4281,22 +4300,20 @@ __device__ __forceinline__ void descend_in_lane(float (&z)[2][4], float (&w)[2][
 // Writes 16 steps of a warp's 16 columns from shared to global memory. `first`: of the tile's
 // channels, a multiple of 16.
 template <typename T, class Tile>
-__device__ __forceinline__ void copy_tile_out(const View<int64_t>& out, int64_t batch, int64_t step,
-                                              int64_t head, int64_t column, int steps,
-                                              int64_t columns, uint32_t tile, int first) {
+__device__ __forceinline__ void copy_tile_out(T* out, int64_t stride, int steps, int columns,
+                                              uint32_t tile, int first) {
   constexpr int kElements = 16 / sizeof(T);
   constexpr int kChunks = 16 / kElements;
   const int lane = threadIdx.x % 32;
   // Neighbouring lanes read rows of different banks.
   const int lane_step = kChunks == 2 ? lane / 2 % 4 * 4 + lane / 8 : lane / kChunks;
-  const int64_t at = column + lane % kChunks * kElements;
+  const int chunk = lane % kChunks;
 #pragma unroll
   for (int n = 0; n < 16; n += 32 / kChunks) {
-    const uint32_t from =
-        tile + Tile::offset(slot_of(n + lane_step), first / kElements + lane % kChunks);
+    const uint32_t from = tile + Tile::offset(slot_of(n + lane_step), first / kElements + chunk);
     const uint4 bytes = load_shared<uint4>(from);
-    if (n + lane_step < steps && at < columns)
-      *reinterpret_cast<uint4*>(element_of<T>(out, batch, step + n + lane_step, head, at)) = bytes;
+    if (n + lane_step < steps && chunk * kElements < columns)
+      *reinterpret_cast<uint4*>(out + (n + lane_step) * stride + chunk * kElements) = bytes;
   }
 }
 
@@ -4339,34 +4356,48 @@ __device__ __forceinline__ void store_tile(const Fragments& fragments, const Lan
   fragments.store(numbers, tile);
 }
 
-// (steps, columns) times (columns, 16 rows of the state): `blocks` are those rows of a checkpoint.
+// Blocks of a checkpoint whose loads are on their way together, `stride` elements apart.
+template <class Traits>
+struct StateBlocks {
+  using Element = typename Traits::Element;
+  static constexpr int kMost = Traits::kFloat ? 2 : 4;
+  static constexpr int kCount = Traits::kSixteens < kMost ? Traits::kSixteens : kMost;
+  StateBlock<Element> at[kCount];
+
+  __device__ __forceinline__ void load(const Element* from, int stride, int first, int count) {
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) at[n].load(from + (first + n) * stride, first + n < count);
+  }
+};
+
+// (steps, columns) times (columns, 16 rows of the state): `blocks` are those rows of a checkpoint,
+// the first of them loaded.
 template <class Traits>
 __device__ __forceinline__ void multiply_states(
-    float (&to)[Traits::kOwnTiles][2][4], const typename Traits::Element* blocks,
+    float (&to)[Traits::kOwnTiles][2][4], StateBlocks<Traits>& block,
+    const typename Traits::Element* blocks,
     const Checkpoints<typename Traits::Element>& checkpoints,
     const RowFragments<OperandTile<typename Traits::Element, typename Traits::RowTile>>& rows,
     uint32_t tiles) {
   using Element = typename Traits::Element;
-  constexpr int kAtOnce = Traits::kFloat ? 2 : 4;
+  constexpr int kAtOnce = StateBlocks<Traits>::kCount;
+  constexpr int kTurns = Traits::kUnrolled < kAtOnce ? 1 : Traits::kUnrolled / kAtOnce;
 #pragma unroll
   for (int n = 0; n < 8 * Traits::kOwnTiles; ++n) to[n / 8][n / 4 % 2][n % 4] = 0;
-  const int stride = checkpoints.row_blocks * checkpoints.kBlock;
-  for (int columns = 0; columns < checkpoints.column_blocks; columns += kAtOnce) {
-    StateBlock<Element> block[kAtOnce];
+#pragma unroll(kTurns)
+  for (int columns = 0; columns < Traits::kSixteens; columns += kAtOnce) {
+    if (columns > 0)
+      block.load(blocks, checkpoints.row_blocks * checkpoints.kBlock, columns,
+                 checkpoints.column_blocks);
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) {
-      if (columns + n < checkpoints.column_blocks) block[n].load(blocks + (columns + n) * stride);
-    }
-#pragma unroll
-    for (int n = 0; n < kAtOnce; ++n) {
-      if (columns + n >= checkpoints.column_blocks) break;
       Operand<Element> right[4];
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
         if constexpr (Traits::kFloat) {
-          right[m] = transposed_operand<Element>(block[n].pair(m).x, block[n].pair(m).y);
+          right[m] = transposed_operand<Element>(block.at[n].pair(m).x, block.at[n].pair(m).y);
         } else {
-          right[m].bits = transpose_matrix(block[n].word(m));
+          right[m].bits = transpose_matrix(block.at[n].word(m));
         }
       }
 #pragma unroll
@@ -4399,26 +4430,27 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
   const int quad = lane % 4;
   const int tile = warp % kTiles;
   const int column_group = warp / kTiles;
-  const int chunk = blockIdx.x % launch.chunks;
-  const int pair = blockIdx.x / launch.chunks;
-  const int batch = pair / static_cast<int>(p.H);
-  const int head = pair % static_cast<int>(p.H);
+  const uint32_t pair = blockIdx.x / launch.chunks;
+  const int chunk = blockIdx.x - pair * launch.chunks;
+  const uint32_t batch = pair / static_cast<uint32_t>(p.H);
+  const uint32_t head = pair - batch * static_cast<uint32_t>(p.H);
   const int start = chunk * Traits::kSteps;
   const int steps = min(static_cast<int>(end_of_steps(p)) - start, Traits::kSteps);
   if (steps <= 0) return;  // these are nobody's
   const Checkpoints<Element> checkpoints(p);
+  // They are counted as blocks are: over pairs, and their chunks.
   const auto states_at = [&](int64_t columns) {
-    return checkpoints.at(static_cast<const Element*>(launch.states), pair, chunk, columns);
+    return checkpoints.at(static_cast<const Element*>(launch.states), 0, blockIdx.x, columns);
   };
   const auto flows_at = [&](int64_t columns) {
-    return checkpoints.at(static_cast<const Element*>(launch.flows), pair, chunk, columns);
+    return checkpoints.at(static_cast<const Element*>(launch.flows), 0, blockIdx.x, columns);
   };
 
   // ---- Loading.
   {
     using RowLoader =
         TileLoader<Element, RowTile, Traits::kChannels, Traits::kSteps, Traits::kThreads>;
-    const int row_head = head / static_cast<int>(p.group);
+    const uint32_t row_head = p.group == 1 ? head : head / static_cast<uint32_t>(p.group);
     RowLoader load_q(p.q, batch, start, row_head, 0, p.K);
     RowLoader load_k(p.k, batch, start, row_head, 0, p.K);
     load_q.start(shared, steps);
@@ -4452,8 +4484,8 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
     const uint32_t q_tile = shared + later * kRowTile;
     const uint32_t k_tile = shared + Traits::kOfK + earlier * kRowTile;
     float sum[2][4] = {};
-#pragma unroll 4
-    for (int kk = 0; kk < checkpoints.row_blocks; ++kk) {
+#pragma unroll Traits::kUnrolled
+    for (int kk = 0; kk < Traits::kSixteens; ++kk) {  // channels that don't exist are zeros
       Operand<Element> left[4];
       Operand<Element> right[4];
       rows.load_left(left, q_tile, kk);
@@ -4490,7 +4522,7 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
   const uint32_t dy_tile = q_tile + Traits::kOfDy;
   const uint32_t gate_tile = shared + Traits::kOfGate + tile * 16 * Traits::GateTile::kRowBytes;
   LevelSums<Element> own = {};
-  const int turns = (checkpoints.column_blocks + kGroups - 1) / kGroups;
+  const int turns = (static_cast<uint32_t>(checkpoints.column_blocks) + kGroups - 1) / kGroups;
   for (int turn = 0; turn < turns; ++turn) {
     const int columns = turn * kGroups + column_group;
     const bool exists = columns < checkpoints.column_blocks;
@@ -4546,6 +4578,16 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
     float z[2][4] = {};
     float w[2][4] = {};
     if (exists) {
+      // On their way before anything else is done.
+      constexpr int kAtOnce = StateBlocks<Traits>::kCount;
+      constexpr int kTurns = Traits::kUnrolled < kAtOnce ? 1 : Traits::kUnrolled / kAtOnce;
+      StateBlocks<Traits> state;
+      StateBlocks<Traits> flow;
+      const auto load_blocks = [&](int first) {
+        state.load(states_at(columns), checkpoints.kBlock, first, checkpoints.row_blocks);
+        flow.load(flows_at(columns), checkpoints.kBlock, first, checkpoints.row_blocks);
+      };
+      load_blocks(0);
       {
         GradientTile<Traits> at;
         load(at);
@@ -4557,35 +4599,25 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
       __syncwarp();
 
       // ---- z, w and e of the whole chunk.
-      const Element* states = states_at(columns);
-      const Element* flows = flows_at(columns);
       float state_part[2] = {0, 0};
-      constexpr int kAtOnce = Traits::kFloat ? 2 : 4;
-      for (int kk = 0; kk < checkpoints.row_blocks; kk += kAtOnce) {
-        StateBlock<Element> state[kAtOnce];
-        StateBlock<Element> flow[kAtOnce];
+#pragma unroll(kTurns)
+      for (int kk = 0; kk < Traits::kSixteens; kk += kAtOnce) {
+        if (kk > 0) load_blocks(kk);
 #pragma unroll
         for (int n = 0; n < kAtOnce; ++n) {
-          if (kk + n >= checkpoints.row_blocks) break;
-          state[n].load(states + (kk + n) * checkpoints.kBlock);
-          flow[n].load(flows + (kk + n) * checkpoints.kBlock);
-        }
-#pragma unroll
-        for (int n = 0; n < kAtOnce; ++n) {
-          if (kk + n >= checkpoints.row_blocks) break;
           Operand<Element> left[4];
           Operand<Element> right[4];
-          state[n].operand(left);
+          state.at[n].operand(left);
           rows.load_right(right, q_tile, kk + n);
           multiply_16_add<Element>(z[0], z[1], left, right);
-          flow[n].operand(left);
+          flow.at[n].operand(left);
           rows.load_right(right, k_tile, kk + n);
           multiply_16_add<Element>(w[0], w[1], left, right);
           if ((kk + n) % kTiles != tile) continue;
 #pragma unroll
           for (int m = 0; m < 4; ++m) {
-            const float2 s = state[n].pair(m);
-            const float2 f = flow[n].pair(m);
+            const float2 s = state.at[n].pair(m);
+            const float2 f = flow.at[n].pair(m);
             state_part[m % 2] = fmaf(s.x, f.x, fmaf(s.y, f.y, state_part[m % 2]));
           }
         }
@@ -4609,8 +4641,9 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
 
     // ---- From the chunk's z and w to the tile's, and M between tiles.
     if (exists) {
-#pragma unroll 1
-      for (int other = 0; other < tile; ++other) {
+#pragma unroll(Traits::kUnrolledTiles)
+      for (int other = 0; other + 1 < kTiles; ++other) {
+        if (other >= tile) break;
         Products<Element> products;
         products.load(products_at(tile, other));
         float unused[2][2][2];
@@ -4621,8 +4654,9 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
         add_16(z[0], left, products.at[0], products.at[2]);
         add_16(z[1], left, products.at[1], products.at[3]);
       }
-#pragma unroll 1
-      for (int other = kTiles - 1; other > tile; --other) {
+#pragma unroll(Traits::kUnrolledTiles)
+      for (int other = kTiles - 1; other > 0; --other) {
+        if (other <= tile) break;
         LaneTile v_end;
         Operand<Element> left[4];
         own_side.load(v_end.at, left, v_sides);
@@ -4668,16 +4702,31 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
 
     // ---- From the tile's to each step's; operands of dq and dk.
     if (exists) {
+      // e of the tile, from the chunk's: without the tiles after it, and then without those before it.
       float before[2] = {1, 1};
       float after[2] = {1, 1};
-#pragma unroll 1
+      float e[2] = {0, 0};
+#pragma unroll
       for (int other = 0; other < kTiles; ++other) {
-        if (other == tile) continue;
+        const float2 part = read_numbers(kOfState + other);
+        e[0] += part.x;
+        e[1] += part.y;
+      }
+      const auto leave_out = [&](int other, float (&decays)[2], int added) {
         const float2 decay = read_numbers(kDecay + other);
-        before[0] *= other < tile ? decay.x : 1.0f;
-        before[1] *= other < tile ? decay.y : 1.0f;
-        after[0] *= other < tile ? 1.0f : decay.x;
-        after[1] *= other < tile ? 1.0f : decay.y;
+        const float2 more = read_numbers(added);
+        decays[0] *= decay.x;
+        decays[1] *= decay.y;
+        e[0] = fmaf(decay.x, e[0], more.x);
+        e[1] = fmaf(decay.y, e[1], more.y);
+      };
+#pragma unroll
+      for (int other = kTiles - 1; other > 0; --other) {
+        if (other > tile) leave_out(other, after, kForFirst + other);
+      }
+#pragma unroll
+      for (int other = 0; other + 1 < kTiles; ++other) {
+        if (other < tile) leave_out(other, before, kForLater + other * kTiles + tile);
       }
       GradientTile<Traits> at;
       load(at);
@@ -4687,25 +4736,6 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
       const KeptTile<Element> dy(at.dy);
       store_tile(own_columns, at.v_at_end(after), v_tile);
       store_tile(own_columns, at.dy_at_start(before), dy_tile);
-      float e[2] = {0, 0};
-#pragma unroll
-      for (int other = 0; other < kTiles; ++other) {
-        const float2 part = read_numbers(kOfState + other);
-        e[0] += part.x;
-        e[1] += part.y;
-      }
-      const auto leave_out = [&](int other, int added) {
-        const float2 decay = read_numbers(kDecay + other);
-        const float2 more = read_numbers(added);
-        e[0] = fmaf(decay.x, e[0], more.x);
-        e[1] = fmaf(decay.y, e[1], more.y);
-      };
-#pragma unroll 1
-      for (int other = kTiles - 1; other > tile; --other) leave_out(other, kForFirst + other);
-#pragma unroll 1
-      for (int other = 0; other < tile; ++other) {
-        leave_out(other, kForLater + other * kTiles + tile);
-      }
       Products<Element> products;
       products.load(products_at(tile, tile));
       at.descend(z, w, e, own, products);
@@ -4724,28 +4754,47 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
           if (starts >> (n / 4 * 2 + n % 2) & 1) z[n / 4][n % 4] = 0;
         }
       }
-      const int64_t column = 16 * columns;
+      const int column = 16 * columns;
+      const int columns_left = static_cast<int>(p.V) - column;
       int lane_then = lane;
       keep(lane_then);
       if (grads.dv.data != nullptr) {
         const ColumnFragments<Element, SideTile> own_place(16 * tile, lane_then);
         own_place.store(w, v_sides);
         __syncwarp();
-        copy_tile_out<Element, SideTile>(grads.dv, batch, start + step, head, column, steps - step,
-                                         p.V, v_sides, 16 * tile);
+        Element* const dv = steps_of<Element>(grads.dv, batch, start, head);
+        copy_tile_out<Element, SideTile>(dv + step * grads.dv.stride[1] + column,
+                                         grads.dv.stride[1], steps - step, columns_left, v_sides,
+                                         16 * tile);
       }
       if (grads.dgate.data != nullptr) {
         const ColumnFragments<Gate, typename Traits::SideGate> own_place(16 * tile, lane_then);
         own_place.store(z, gate_staging);
         __syncwarp();
-        copy_tile_out<Gate, typename Traits::SideGate>(grads.dgate, batch, start + step, head,
-                                                       column, steps - step, p.V, gate_staging,
-                                                       16 * tile);
+        Gate* const dgate = steps_of<Gate>(grads.dgate, batch, start, head);
+        copy_tile_out<Gate, typename Traits::SideGate>(
+            dgate + step * grads.dgate.stride[1] + column, grads.dgate.stride[1], steps - step,
+            columns_left, gate_staging, 16 * tile);
       }
       __syncwarp();
     }
   }
   if (grads.dq.data == nullptr && grads.dk.data == nullptr) return;
+
+  // ---- dq and dk: rows of the states for their first part are on their way while M is made.
+  constexpr int kSlices = Traits::kChannels / 16;
+  const auto slice_of = [&](int item) {
+    return warp % (Traits::kWarps / Traits::kTimeParts) + item * Traits::kWarps;
+  };
+  StateBlocks<Traits> state;
+  StateBlocks<Traits> flow;
+  const auto load_slice = [&](int slice) {
+    if (slice >= checkpoints.row_blocks) return;
+    const int stride = checkpoints.row_blocks * checkpoints.kBlock;
+    state.load(states_at(0) + slice * checkpoints.kBlock, stride, 0, checkpoints.column_blocks);
+    flow.load(flows_at(0) + slice * checkpoints.kBlock, stride, 0, checkpoints.column_blocks);
+  };
+  load_slice(slice_of(0));
 
   // ---- M: the sum over groups of columns, in their order, times scale.
   __syncthreads();
@@ -4781,7 +4830,6 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
 
   // ---- dq and dk, 16 rows of the state at a time.
   constexpr int kOwnTiles = Traits::kOwnTiles;
-  constexpr int kSlices = Traits::kChannels / 16;
   constexpr int kItems = (kSlices * Traits::kTimeParts + Traits::kWarps - 1) / Traits::kWarps;
   const int first_tile = warp * Traits::kTimeParts / Traits::kWarps * kOwnTiles;
   const uint32_t square = shared + Traits::kOfM;
@@ -4791,14 +4839,15 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
   const RowFragments<OperandTile<Element, typename Traits::Square>> squares(lane_late);
 #pragma unroll 1
   for (int item = 0; item < kItems; ++item) {
-    const int slice = warp % (Traits::kWarps / Traits::kTimeParts) + item * Traits::kWarps;
+    const int slice = slice_of(item);
+    if (item > 0) load_slice(slice);
     float dq[kOwnTiles][2][4];
     float dk[kOwnTiles][2][4];
     const bool exists = slice < checkpoints.row_blocks;
     if (exists) {
-      multiply_states<Traits>(dq, states_at(0) + slice * checkpoints.kBlock, checkpoints, rows,
-                              shared + Traits::kOfDy + first_tile * kRowTile);
-      multiply_states<Traits>(dk, flows_at(0) + slice * checkpoints.kBlock, checkpoints, rows,
+      multiply_states<Traits>(dq, state, states_at(0) + slice * checkpoints.kBlock, checkpoints,
+                              rows, shared + Traits::kOfDy + first_tile * kRowTile);
+      multiply_states<Traits>(dk, flow, flows_at(0) + slice * checkpoints.kBlock, checkpoints, rows,
                               shared + Traits::kOfV + first_tile * kRowTile);
 #pragma unroll
       for (int u = 0; u < kOwnTiles; ++u) {
@@ -4853,13 +4902,17 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
     if (out.data == nullptr) return;
     constexpr int kElements = 16 / sizeof(Element);
     constexpr int kChunks = Traits::kChannels / kElements;
-    for (int n = threadIdx.x; n < Traits::kSteps * kChunks; n += Traits::kThreads) {
-      const int at = n / kChunks;
-      const int64_t channel = n % kChunks * kElements;
-      if (at < steps && channel < p.K)
-        *reinterpret_cast<uint4*>(
-            element_of<Element>(out, int64_t{batch}, int64_t{start + at}, int64_t{head}, channel)) =
-            load_shared<uint4>(from + RowTile::offset(slot_of(at), n % kChunks));
+    constexpr int kStepsAtOnce = Traits::kThreads / kChunks;
+    const int chunk = threadIdx.x % kChunks;
+    const int first = threadIdx.x / kChunks;
+    if (chunk * kElements >= static_cast<int>(p.K)) return;
+    Element* const to = steps_of<Element>(out, batch, start, head) + chunk * kElements;
+#pragma unroll
+    for (int n = 0; n < Traits::kSteps; n += kStepsAtOnce) {
+      const int at = n + first;
+      if (at < steps && at < Traits::kSteps)
+        *reinterpret_cast<uint4*>(to + at * out.stride[1]) =
+            load_shared<uint4>(from + RowTile::offset(slot_of(at), chunk));
     }
   };
   copy_out(grads.dq, shared);

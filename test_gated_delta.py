@@ -203,7 +203,7 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 # Here nothing is ever forgotten, and a float32 loop is itself off by 3e-7 after 128 steps; a product of equal gates
 # rounds the same way every time. These are tested on a part of the steps.
-UNDIMINISHED = {"exactly one": 2, "minus one": 2, "above one": 2, "see-saw": 4}
+UNDIMINISHED = {"exactly one": 2, "minus one": 2, "above one": 4, "see-saw": 4}
 
 
 def make_problem(
@@ -1644,11 +1644,12 @@ def test_odd_kinds_of_tensors(kind: str, name: str) -> None:
 
 # How far every single gradient may be from the float64 oracle on the same rounded inputs, by the type of q, k and v.
 # The floors cover gradients that lie at the very end of the type's range, because all gates on their way are tiny.
+# Tensor cores take states as operands of the type: a float16 below 2**-14 is off by 2**-25, in each term of a sum.
 GRADIENT_TOLERANCE = {
     # dtype of q, k and v       norm    rounding  arithmetic   floor
     torch.float64: Bar(1e-13, 2**-53, 64 * 2**-53, 2.0**-1060),
     torch.float32: Bar(3e-6, 2**-24, 64 * 2**-24, 2.0**-140),
-    torch.float16: Bar(2e-3, 2**-11, 2**-10, 2**-24),
+    torch.float16: Bar(2e-3, 2**-11, 2**-10, 2**-21),
     torch.bfloat16: Bar(1e-2, 2**-8, 2**-7, 2.0**-133),
 }
 
@@ -3617,7 +3618,7 @@ def test_step_layouts(device: str, dtype: torch.dtype, layout: str) -> None:
         want = dense.map(torch.clone).call()
         odd = dense.map(lambda tensor: STEP_LAYOUTS[layout](tensor) if tensor.dim() > 1 else tensor)
         y, _ = run_step(odd)
-        assert torch.equal(y, want) or device == "cuda"
+        torch.testing.assert_close(y, want)
 
 
 @on_every_device
