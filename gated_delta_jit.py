@@ -79,6 +79,7 @@ struct Arguments {
   View<Index> final_state;    // data is null when it isn't asked for
   void* scratch = nullptr;    // forward_scratch_bytes(p) of it
   View<Index> partial;        // (B, T, H, V) sums in the state's type, see forward_needs_partial
+  void* states = nullptr;     // states that a forward leaves for its backward, see kept_state_bytes
 
   // Packed sequences, B = 1. Sequence n has the steps from borders[n] to borders[n + 1] and the n-th
   // initial and final state; or, where nobody asks for states, time is one row in which a bit of
@@ -2500,7 +2501,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
 
   // Leaves the state before a chunk behind where one is due.
   Element* first_checkpoint = nullptr;
-  if (kStateOnly && launch.checkpoints != nullptr && column < p.V)
+  if (launch.checkpoints != nullptr && column < p.V)
     first_checkpoint =
         Checkpoints<Element>(p).at(static_cast<Element*>(launch.checkpoints), owner.pair,
                                    start / kCheckpointSteps, column / 16);
@@ -2566,7 +2567,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
     for (int chunk = 0; chunk < chunks; ++chunk) {
       const uint32_t next = next_stage(chunk, stage);
       const uint32_t after_next = next_stage(chunk + 1, next);
-      if constexpr (kStateOnly) store_checkpoint(chunk);
+      store_checkpoint(chunk);
       if constexpr (kBack) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) plan.decay[h] *= pending[h];
@@ -2858,7 +2859,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       __syncthreads();
       if constexpr (!kStateOnly) finish_outputs(chunk, stage);
       if (chunk == chunks) break;
-      if constexpr (kStateOnly) store_checkpoint(chunk);
+      store_checkpoint(chunk);
 
       // ---- What the state's part gives to each step of both tiles, first to those of its own.
       float y[4][4];
@@ -5612,9 +5613,9 @@ cudaError_t launch_tensor(const Params& p, void* checkpoints, cudaStream_t strea
 }
 
 template <typename Element>
-cudaError_t launch_walks(const Params& p, void* checkpoints, cudaStream_t stream) {
-  return checkpoints == nullptr ? launch_tensor<Element, Walk::kOutputs>(p, nullptr, stream)
-                                : launch_tensor<Element, Walk::kStates>(p, checkpoints, stream);
+cudaError_t launch_walks(const Params& p, cudaStream_t stream) {
+  if (p.y.data == nullptr) return launch_tensor<Element, Walk::kStates>(p, p.states, stream);
+  return launch_tensor<Element, Walk::kOutputs>(p, p.states, stream);
 }
 
 // ---- Backward on tensor cores.
@@ -5709,7 +5710,8 @@ bool worth_tensor_gradients(const Params& p) {
 // it doesn't take the problem.
 struct GradientScratch {
   int64_t chunks = 0;
-  int64_t states = 0;
+  int64_t state_bytes = 0;  // of all checkpoints
+  int64_t states = 0;       // nothing of it if the forward left them
   int64_t flows = 0;
   int64_t segments = 0;
   int64_t total = 0;
@@ -5725,9 +5727,9 @@ struct GradientScratch {
       return;
     }
     const int64_t blocks = (p.K + 15) / 16 * ((p.V + 15) / 16);
-    const int64_t bytes = p.B * p.H * chunks * blocks * 256 * size_of(p.dtype);
-    flows = states + bytes;
-    segments = flows + bytes;
+    state_bytes = p.B * p.H * chunks * blocks * 256 * size_of(p.dtype);
+    flows = states + (p.states == nullptr ? state_bytes : 0);
+    segments = flows + state_bytes;
     total = segments + std::max(segment_bytes(p, there), segment_bytes(p, back));
   }
 };
@@ -5746,7 +5748,7 @@ cudaError_t launch_gradients(Params p, const Gradients& grads, void* scratch, cu
   GradientLaunch launch;
   launch.chunks = static_cast<unsigned>(at.chunks);
   launch.scale = static_cast<float>(p.scale);
-  launch.states = place(at.states);
+  launch.states = p.states != nullptr ? p.states : place(at.states);
   launch.flows = place(at.flows);
   return with_gradient_kernels<Element>(
       p, [&](auto kernels) { return kernels.launch(p, grads, launch, stream); });
@@ -6061,10 +6063,11 @@ struct BackwardScratch {
 #define GATED_DELTA_IN_PART(number) (GATED_DELTA_PART == number)
 #endif
 
-// Each for one dtype of q: the forward, or with checkpoints the states alone; and the backward.
-cudaError_t launch_tensor_float16(const Params& p, void* checkpoints, cudaStream_t stream);
-cudaError_t launch_tensor_bfloat16(const Params& p, void* checkpoints, cudaStream_t stream);
-cudaError_t launch_tensor_float32(const Params& p, void* checkpoints, cudaStream_t stream);
+// Each for one dtype of q: the forward, which leaves p.states if it isn't null, and without p.y nothing
+// else; and the backward.
+cudaError_t launch_tensor_float16(const Params& p, cudaStream_t stream);
+cudaError_t launch_tensor_bfloat16(const Params& p, cudaStream_t stream);
+cudaError_t launch_tensor_float32(const Params& p, cudaStream_t stream);
 cudaError_t launch_gradients_float16(const Params& p, const Gradients& grads, void* scratch,
                                      cudaStream_t stream);
 cudaError_t launch_gradients_bfloat16(const Params& p, const Gradients& grads, void* scratch,
@@ -6072,6 +6075,7 @@ cudaError_t launch_gradients_bfloat16(const Params& p, const Gradients& grads, v
 cudaError_t launch_gradients_float32(const Params& p, const Gradients& grads, void* scratch,
                                      cudaStream_t stream);
 
+cudaError_t launch_tensor_walk(const Params& p, cudaStream_t stream);
 bool takes_tensor_cores(const Params& p);
 bool takes_tensor_gradients(const Params& p);
 Dtype gate_gradient_dtype(const Params& p);
@@ -6141,6 +6145,12 @@ bool takes_tensor_cores(const Params& p) {
   return device.read() == cudaSuccess && plan_tensor(p, device).segments > 0;
 }
 
+cudaError_t launch_tensor_walk(const Params& p, cudaStream_t stream) {
+  if (p.dtype == Dtype::kFloat16) return launch_tensor_float16(p, stream);
+  if (p.dtype == Dtype::kBFloat16) return launch_tensor_bfloat16(p, stream);
+  return launch_tensor_float32(p, stream);
+}
+
 // Bytes of scratch memory that launch_forward needs on the current device.
 int64_t forward_scratch_bytes(const Params& p) {
   Device device;
@@ -6162,9 +6172,7 @@ cudaError_t launch_forward(const Params& p, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   const TensorPlan plan = plan_tensor(p, device);
   if (plan.segments > 0) {
-    if (p.dtype == Dtype::kFloat16) return launch_tensor_float16(p, nullptr, stream);
-    if (p.dtype == Dtype::kBFloat16) return launch_tensor_bfloat16(p, nullptr, stream);
-    return launch_tensor_float32(p, nullptr, stream);
+    return launch_tensor_walk(p, stream);
   }
   const int processors = device.processors;
   const int64_t rows = max_rows(p.dtype);
@@ -6213,20 +6221,20 @@ cudaError_t launch_step(const StepParams& p, cudaStream_t stream) {
 #endif
 
 #if GATED_DELTA_IN_PART(2)
-cudaError_t launch_tensor_float16(const Params& p, void* checkpoints, cudaStream_t stream) {
-  return launch_walks<__half>(p, checkpoints, stream);
+cudaError_t launch_tensor_float16(const Params& p, cudaStream_t stream) {
+  return launch_walks<__half>(p, stream);
 }
 #endif
 
 #if GATED_DELTA_IN_PART(3)
-cudaError_t launch_tensor_bfloat16(const Params& p, void* checkpoints, cudaStream_t stream) {
-  return launch_walks<__nv_bfloat16>(p, checkpoints, stream);
+cudaError_t launch_tensor_bfloat16(const Params& p, cudaStream_t stream) {
+  return launch_walks<__nv_bfloat16>(p, stream);
 }
 #endif
 
 #if GATED_DELTA_IN_PART(4)
-cudaError_t launch_tensor_float32(const Params& p, void* checkpoints, cudaStream_t stream) {
-  return launch_walks<float>(p, checkpoints, stream);
+cudaError_t launch_tensor_float32(const Params& p, cudaStream_t stream) {
+  return launch_walks<float>(p, stream);
 }
 #endif
 
@@ -6253,6 +6261,17 @@ int64_t backward_scratch_bytes(const Params& p) {
   return BackwardScratch(p).total * (p.dtype == Dtype::kFloat64 ? 8 : 4);
 }
 
+// Bytes of p.states that the forward should leave for the backward: where both run on tensor cores, and
+// states every 64 steps are at most half as large as q, k, v and the gate.
+int64_t kept_state_bytes(const Params& p) {
+  Device device;
+  if (p.borders != nullptr || p.K * p.V > kCheckpointSteps * (p.K + p.V) ||
+      !takes_tensor_gradients(p) || !takes_tensor_cores(p) || device.read() != cudaSuccess) {
+    return 0;
+  }
+  return GradientScratch(p, device).state_bytes;
+}
+
 // The dtype in which it writes the gate's gradient.
 Dtype gate_gradient_dtype(const Params& p) {
   if (takes_tensor_gradients(p)) return p.gate_dtype;
@@ -6269,24 +6288,26 @@ bool backward_wants_copy(const Params& p, const View<int64_t>& dy) {
 cudaError_t launch_backward(const Params& p, const Gradients& wanted, void* scratch,
                             cudaStream_t stream) {
   if (takes_tensor_gradients(p)) {
-    // States first, from where the forward's kernels are; checkpoints lie at the beginning.
+    // States first, unless the forward left them, from where its kernels are.
     Device device;
     cudaError_t error = device.read();
+    if (error == cudaSuccess && p.states == nullptr) {
+      const GradientScratch at(p, device);
+      Params ahead = p;
+      ahead.y = View<int64_t>();
+      ahead.final_state = View<int64_t>();
+      ahead.states = static_cast<char*>(scratch) + at.states;
+      ahead.scratch = static_cast<char*>(scratch) + at.segments;
+      error = launch_tensor_walk(ahead, stream);
+    }
     if (error != cudaSuccess) return error;
-    Params ahead = p;
-    ahead.y = View<int64_t>();
-    ahead.final_state = View<int64_t>();
-    ahead.scratch = static_cast<char*>(scratch) + GradientScratch(p, device).segments;
     switch (p.dtype) {
       case Dtype::kFloat16:
-        error = launch_tensor_float16(ahead, scratch, stream);
-        return error == cudaSuccess ? launch_gradients_float16(p, wanted, scratch, stream) : error;
+        return launch_gradients_float16(p, wanted, scratch, stream);
       case Dtype::kBFloat16:
-        error = launch_tensor_bfloat16(ahead, scratch, stream);
-        return error == cudaSuccess ? launch_gradients_bfloat16(p, wanted, scratch, stream) : error;
+        return launch_gradients_bfloat16(p, wanted, scratch, stream);
       default:
-        error = launch_tensor_float32(ahead, scratch, stream);
-        return error == cudaSuccess ? launch_gradients_float32(p, wanted, scratch, stream) : error;
+        return launch_gradients_float32(p, wanted, scratch, stream);
     }
   }
   const BackwardScratch at(p);
@@ -6974,6 +6995,7 @@ namespace gated_delta {
 // In CUDA_SOURCE.
 cudaError_t launch_forward(const Params& p, cudaStream_t stream);
 int64_t forward_scratch_bytes(const Params& p);
+int64_t kept_state_bytes(const Params& p);
 bool forward_needs_partial(const Params& p);
 cudaError_t launch_backward(const Params& p, const Gradients& grads, void* scratch,
                             cudaStream_t stream);
@@ -7343,18 +7365,19 @@ class Packing {
   Tensor memory_;
 };
 
-// Returns y and the final state, which is an undefined tensor when it isn't asked for.
-std::pair<Tensor, Tensor> forward(const Inputs& in) {
+// Returns y and the final state, which is an undefined tensor when it isn't asked for. `states`, if
+// there will be a backward: becomes what it should find, or stays undefined.
+std::pair<Tensor, Tensor> forward(const Inputs& in, Tensor* states = nullptr) {
   Params p = describe(in);
   const at::Device device = in.q.device();
   const OnDevice on_device(device);
   Packing packing(p, in);
-  const int64_t states = in.cu_seqlens ? p.sequences : p.B;
+  const int64_t sequences = in.cu_seqlens ? p.sequences : p.B;
   const Tensor y = allocate({p.B, p.T, p.H, p.V}, in.q.scalar_type(), device);
   p.y = contiguous_view(y.mutable_data_ptr(), p.T, p.H, p.V);
   Tensor final_state;
   if (in.output_final_state) {
-    final_state = allocate({states, p.H, p.K, p.V}, state_type(in.q), device);
+    final_state = allocate({sequences, p.H, p.K, p.V}, state_type(in.q), device);
     p.final_state = contiguous_view(final_state.mutable_data_ptr(), p.H, p.K, p.V);
   }
   if (p.T == 0 && final_state.defined()) {
@@ -7375,6 +7398,11 @@ std::pair<Tensor, Tensor> forward(const Inputs& in) {
     if (forward_needs_partial(p)) {
       partial = allocate({p.B, p.T, p.H, p.V}, state_type(in.q), device);
       p.partial = contiguous_view(partial.mutable_data_ptr(), p.T, p.H, p.V);
+    }
+    const int64_t kept_bytes = states == nullptr ? 0 : kept_state_bytes(p);
+    if (kept_bytes > 0) {
+      *states = allocate({kept_bytes}, at::kByte, device);
+      p.states = states->mutable_data_ptr();
     }
     Tensor scratch;
     const int64_t scratch_bytes = forward_scratch_bytes(p);
@@ -7429,9 +7457,11 @@ View<int64_t> describe_gradient(const std::optional<Tensor>& tensor, const char*
   return view;
 }
 
-// Returns the needed gradients; the others are undefined tensors.
+// Returns the needed gradients; the others are undefined tensors. `states`: what the forward left, or
+// undefined.
 std::array<Tensor, 5> backward(const Inputs& in, const std::optional<Tensor>& dy,
-                               const std::optional<Tensor>& dfinal_state, const Needed& needed) {
+                               const std::optional<Tensor>& dfinal_state, const Needed& needed,
+                               const Tensor& states = {}) {
   Params p = describe(in);
   const at::Device device = in.q.device();
   const OnDevice on_device(device);
@@ -7484,6 +7514,7 @@ std::array<Tensor, 5> backward(const Inputs& in, const std::optional<Tensor>& dy
   }
 #ifdef GATED_DELTA_WITH_CUDA
   else {
+    if (states.defined()) p.states = const_cast<void*>(states.const_data_ptr());
     const int64_t bytes = backward_scratch_bytes(p);
     Tensor scratch;
     if (bytes > 0) scratch = allocate({bytes}, at::kByte, device);
@@ -7583,19 +7614,22 @@ class ForwardFunction : public torch::autograd::Function<ForwardFunction> {
       const Tensor& gate, const std::optional<Tensor>& initial_state, double scale,
       bool output_final_state, bool log_gate, const std::optional<Tensor>& cu_seqlens) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    keep(ctx, {q, k, v, gate, initial_state, scale, output_final_state, log_gate, cu_seqlens});
+    keep(ctx, {q, k, v, gate, initial_state, scale, output_final_state, log_gate, cu_seqlens}, {});
     auto [y, final_state] = registered_forward().call(q, k, v, gate, initial_state, scale,
                                                       output_final_state, log_gate, cu_seqlens);
     if (!output_final_state) ctx->mark_non_differentiable({final_state});
     return {y, final_state};
   }
 
-  static void keep(torch::autograd::AutogradContext* ctx, const Inputs& in) {
+  // `states`: what the forward left for the backward, if anything.
+  static void keep(torch::autograd::AutogradContext* ctx, const Inputs& in, const Tensor& states) {
     torch::autograd::variable_list kept;
-    kept.reserve(6);
+    kept.reserve(7);
     kept.insert(kept.end(), {in.q, in.k, in.v, in.gate});
     kept.push_back(in.initial_state ? *in.initial_state : Tensor());
-    if (in.cu_seqlens) kept.push_back(*in.cu_seqlens);
+    if (in.cu_seqlens || states.defined())
+      kept.push_back(in.cu_seqlens ? *in.cu_seqlens : Tensor());
+    if (states.defined()) kept.push_back(states);
     ctx->save_for_backward(std::move(kept));
     if (in.scale != 1) ctx->saved_data["scale"] = in.scale;
     if (in.log_gate) ctx->saved_data["log_gate"] = true;
@@ -7636,7 +7670,7 @@ class ForwardFunction : public torch::autograd::Function<ForwardFunction> {
                        dfinal_state ? &*dfinal_state : &none, cu_seqlens ? &*cu_seqlens : &none})) {
       return gated_delta::backward({saved[0], saved[1], saved[2], saved[3], initial_state, scale,
                                     false, log_gate, cu_seqlens},
-                                   dy, dfinal_state, needed);
+                                   dy, dfinal_state, needed, saved.size() > 6 ? saved[6] : none);
     }
     auto [dq, dk, dv, dgate, dinitial_state] =
         registered_backward().call(saved[0], saved[1], saved[2], saved[3], initial_state, dy,
@@ -7668,10 +7702,11 @@ class StraightNode : public torch::autograd::CppNode<ForwardFunction> {
   // The forward, on autograd's record.
   static std::pair<Tensor, Tensor> record(const Inputs& in) {
     std::pair<Tensor, Tensor> outputs;
+    Tensor states;
     {
       at::AutoDispatchBelowADInplaceOrView below_autograd;
       at::AutoGradMode no_grad(false);
-      outputs = gated_delta::forward(in);
+      outputs = gated_delta::forward(in, &states);
     }
     const auto node = make<StraightNode>();
     node->set_ctx_grad_fn(node);
@@ -7689,7 +7724,7 @@ class StraightNode : public torch::autograd::CppNode<ForwardFunction> {
     for (int n = 0; n < 4; ++n) node->is_variable_input_[n] = true;
     node->is_variable_input_[4] = in.initial_state.has_value();
     node->is_variable_input_[8] = in.cu_seqlens.has_value();
-    ForwardFunction::keep(&node->ctx_, in);
+    ForwardFunction::keep(&node->ctx_, in, states);
     torch::autograd::set_history(outputs.first, node);
     if (in.output_final_state) torch::autograd::set_history(outputs.second, node);
     node->save_variables_to_ctx();

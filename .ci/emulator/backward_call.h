@@ -2,6 +2,7 @@
 // launch_backward. `p.workspace(name, dtype, shape)` allocates exact, poisoned scratch memory.
 namespace gated_delta {
 int64_t backward_scratch_bytes(const Params& p);
+int64_t kept_state_bytes(const Params& p);
 cudaError_t launch_backward(const Params& p, const Gradients& grads, void* scratch, cudaStream_t stream);
 }  // namespace gated_delta
 
@@ -17,6 +18,17 @@ cudaError_t call_backward(Problem& p) {
   g.dinitial_state = p.dinitial.view();
   cudaError_t error = p.begin_packed(a, true, p.s.has_initial || p.s.has_dfinal);
   if (error != cudaSuccess) return error;
+  // Every other time the states are those that the forward leaves.
+  const int64_t kept = p.s.seed % 2 == 0 ? gated_delta::kept_state_bytes(a) : 0;
+  if (kept > 0) {
+    Params ahead = a;
+    ahead.y = p.workspace("y", p.s.dtype, {p.s.B, p.s.T, p.s.H, p.s.V}).view();
+    ahead.states = a.states = p.workspace("states", Dtype::kFloat32, {1, 1, 1, kept / 4}).base;
+    const int64_t room = gated_delta::forward_scratch_bytes(ahead);
+    if (room > 0) ahead.scratch = p.workspace("forward's scratch", Dtype::kFloat32, {1, 1, 1, room / 4}).base;
+    error = gated_delta::launch_forward(ahead, nullptr);
+    if (error != cudaSuccess) return error;
+  }
   const int64_t bytes = gated_delta::backward_scratch_bytes(a);
   void* scratch = nullptr;
   if (bytes > 0) scratch = p.workspace("scratch", accum_of(p.s.dtype), {1, 1, 1, bytes / size_of(accum_of(p.s.dtype))}).base;

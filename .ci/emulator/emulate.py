@@ -91,6 +91,8 @@ def replace_ptx(text):
 def rewrite(text):
     """CUDA to C++. The number of lines stays, so that messages name lines of gated_delta.cu."""
     text = replace_ptx(text)
+    # Here the device changes from case to case.
+    text = text.replace("device < kMostDevices", "false")
     # Defined for the kernels alone: CUDA's headers would take it for nvcc's device pass.
     text = re.sub(r"\b__CUDA_ARCH__\b", "EMU_ARCH", text)
     text = re.sub(r"\b__CUDA_ARCH_FEAT_SM90_ALL\b", "EMU_ARCH_FEAT_SM90_ALL", text)
