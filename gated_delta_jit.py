@@ -82,7 +82,7 @@ struct Arguments {
   void* states = nullptr;     // states that a forward leaves for its backward, see kept_state_bytes
 
   // Packed sequences, B = 1. Sequence n has the steps from borders[n] to borders[n + 1] and the n-th
-  // initial and final state; or, where nobody asks for states, time is one row in which a bit of
+  // initial and final state; or, where states aren't asked for, time may be one row in which a bit of
   // `starts` (step t: bit t % 32 of word t / 32) says that a step forgets what came before, and
   // steps from *end on are nobody's.
   Index sequences = 0;
@@ -858,6 +858,13 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool e
 }
 
 // Closes a group of copies.
+// Has the L2 cache fetch what will be read: a multiple of 16 bytes.
+__device__ __forceinline__ void prefetch(const void* from, uint32_t bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" : : "l"(from), "r"(bytes));
+#endif
+}
+
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -2203,7 +2210,11 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
     if (steps <= 0) return;
   }
   if (steps == 0) {
-    copy_state<Traits>(p, owner);
+    if (ends_only) {
+      clear_segment<Traits>(p, launch, owner);
+    } else {
+      copy_state<Traits>(p, owner);
+    }
     return;
   }
   if (ends_only && p.starts != nullptr) {
@@ -2325,7 +2336,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       float& gate = tile.gate[n / 4][n / 2 % 2][n % 2];
       gate = 4 * quad + n / 4 * 2 + n % 2 < left ? gate : 1.0f;
     }
-    if (p.starts != nullptr && left > 0) {
+    if (p.starts != nullptr && left > 0 && left <= steps) {
       const uint32_t bits = starts_from(p.starts, start + steps - left) >> 4 * quad;
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
@@ -2340,7 +2351,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
 #pragma unroll
     for (int n = 0; n < kCount; ++n) load_tile(tiles[n], u + n, stage);
     bool plain = !p.log_gate && left >= 16 * kCount;
-    if (p.starts != nullptr && plain)
+    if (p.starts != nullptr && plain && left <= steps)
       plain = starts_from(p.starts, start + steps - left) << (32 - 16 * kCount) == 0;
     if (__builtin_expect(!plain, 0)) {
 #pragma unroll
@@ -3775,10 +3786,10 @@ __global__ void __launch_bounds__(kBackwardWarps * 32, 1)
 
 // =================================== Tensor-core backward =====================================
 //
-// For large problems. Two walks leave the states S behind, one before every kCheckpointSteps steps,
-// and the gradients R that flow back, one after them; then every such chunk of time is a block of
-// its own. Let a stretch of time have S before it and F = what flows back into its last state from
-// later steps. For one column and a step t of the stretch,
+// For large problems. A walk, or the forward before, leaves the states S behind, one before every
+// kCheckpointSteps steps, and a walk back the gradients R that flow into them, one after these; then
+// every such chunk of time is a block of its own. Let a stretch of time have S before it and F =
+// what flows back into its last state from later steps. For one column and a step t of the stretch,
 //
 //   z_t = scale * q_t . S      w_t = k_t . F      e = S . F
 //
@@ -4476,6 +4487,12 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
   const auto products_at = [&](int later, int earlier) {
     return shared + Traits::kOfP + (later * (later + 1) / 2 + earlier) * Traits::kProductBytes;
   };
+  // Columns first want P, and then all of these.
+  if (threadIdx.x == 0) {
+    const uint32_t bytes = static_cast<uint32_t>(checkpoints.elements() * sizeof(Element));
+    prefetch(states_at(0), bytes);
+    prefetch(flows_at(0), bytes);
+  }
   wait_for_copies<1>();
   __syncthreads();
   for (int block = warp; block < Traits::kBlocksOfP; block += Traits::kWarps) {
@@ -4924,7 +4941,7 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr int kMostGradientBlocks = 1;
 #else
-constexpr int kMostGradientBlocks = 2;
+constexpr int kMostGradientBlocks = 4;
 #endif
 
 template <class Traits>
@@ -5642,10 +5659,14 @@ struct GradientKernels {
   static constexpr bool kFloat = std::is_same_v<Element, float>;
   template <int kChannels, int kGroups, int kBlocks>
   using Tile = GradientTraits<Element, Gate, kChannels, kGroups, kBlocks>;
-  // float32 wants registers for its parts; float32 gates too, and shared memory besides.
+  // float32 wants registers for its parts; float32 gates too, and shared memory besides. Measured on an
+  // H200, us of the kernel, by groups of warps and blocks, bfloat16: (8, 2048, 16, 32) 2, 2: 136;
+  // 2, 3: 123; 1, 4: 108. (8, 2048, 16, 64) 2, 2: 234; 1, 3: 232. (8, 2048, 16, 128) 2, 2: 510;
+  // 1, 2: 599. (4, 4096, 16, 256) 2, 1: 2011; 1, 1: 3270. float32, (8, 2048, 16, 128) 2, 1: 1890;
+  // 1, 1: 2732.
   static constexpr bool kWide = sizeof(Gate) == 4;
-  using Tile32 = Tile<32, kWide ? 1 : 2, 2>;
-  using Tile64 = Tile<64, kWide ? 1 : 2, 2>;
+  using Tile32 = Tile<32, 1, kWide ? 2 : 4>;
+  using Tile64 = Tile<64, 1, kWide ? 2 : 3>;
   using Tile128 = Tile<128, 2, kWide ? 1 : 2>;
   using Tile256 = Tile<256, kWide ? 1 : 2, 1>;
 
@@ -5715,8 +5736,8 @@ Params flowing_back(const Params& p, const Gradients* grads) {
   return back;
 }
 
-// Three launches at least stand against one or two: SIMT kernels take about 13 ps for a step of a
-// state's element on an H200, and 100 us for this many. Estimated; not yet measured.
+// Two launches at least stand against one or two: SIMT kernels take about 13 ps for a step of a
+// state's element on an H200, and 100 us for this many. An estimate.
 bool worth_tensor_gradients(const Params& p) {
   if (p.borders != nullptr) return false;  // with states packed sequences take SIMT kernels so far
   if (chosen_kernels != Kernels::kByRule) return chosen_kernels == Kernels::kTensorCores;
@@ -6116,8 +6137,10 @@ cudaError_t launch_marks(Params& p, const void* offsets, int64_t stride, bool is
   uint32_t* starts = reinterpret_cast<uint32_t*>(borders + p.sequences + 1);
   // Without states sequences can run as one row, and no block's work depends on their lengths. Only
   // SIMT kernels that find long sequences do better with each for itself.
-  const bool tensor_cores = back ? takes_tensor_gradients(p) : takes_tensor_cores(p);
-  const bool as_row = !states && (p.T < 128 * p.sequences || tensor_cores);
+  const auto on_tensor_cores = [&] {
+    return back ? takes_tensor_gradients(p) : takes_tensor_cores(p);
+  };
+  const bool as_row = !states && (p.T < 128 * p.sequences || on_tensor_cores());
   if (!as_row) {
     p.borders = borders;
     starts = nullptr;
@@ -6287,7 +6310,10 @@ int64_t backward_scratch_bytes(const Params& p) {
 // states every 64 steps are at most half as large as q, k, v and the gate.
 int64_t kept_state_bytes(const Params& p) {
   Device device;
-  if (p.borders != nullptr || p.K * p.V > kCheckpointSteps * (p.K + p.V) ||
+  const int64_t gates = p.gate.stride[3] == 0 ? 1 : p.V;
+  const int64_t operands =
+      (2 * p.K / p.group + p.V) * size_of(p.dtype) + gates * size_of(p.gate_dtype);
+  if (p.borders != nullptr || 2 * p.K * p.V * size_of(p.dtype) > kCheckpointSteps * operands ||
       !takes_tensor_gradients(p) || !takes_tensor_cores(p) || device.read() != cudaSuccess) {
     return 0;
   }
@@ -6994,6 +7020,7 @@ std::pair<Tensor, Tensor> call_operator(const Inputs& in, bool records);
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
@@ -7423,7 +7450,8 @@ std::pair<Tensor, Tensor> forward(const Inputs& in, Tensor* states = nullptr) {
     }
     const int64_t kept_bytes = states == nullptr ? 0 : kept_state_bytes(p);
     if (kept_bytes > 0) {
-      *states = allocate({kept_bytes}, at::kByte, device);
+      *states = allocate({kept_bytes / static_cast<int64_t>(in.q.element_size())},
+                         in.q.scalar_type(), device);
       p.states = states->mutable_data_ptr();
     }
     Tensor scratch;
@@ -7536,7 +7564,12 @@ std::array<Tensor, 5> backward(const Inputs& in, const std::optional<Tensor>& dy
   }
 #ifdef GATED_DELTA_WITH_CUDA
   else {
-    if (states.defined()) p.states = const_cast<void*>(states.const_data_ptr());
+    // Hooks on what autograd keeps may have changed them; then they are made again.
+    if (states.defined() && states.device() == device && states.scalar_type() == dtype &&
+        states.is_contiguous() && static_cast<int64_t>(states.nbytes()) == kept_state_bytes(p) &&
+        reinterpret_cast<uintptr_t>(states.const_data_ptr()) % 16 == 0) {
+      p.states = const_cast<void*>(states.const_data_ptr());
+    }
     const int64_t bytes = backward_scratch_bytes(p);
     Tensor scratch;
     if (bytes > 0) scratch = allocate({bytes}, at::kByte, device);
@@ -7612,7 +7645,7 @@ const auto& registered_step() {
 
 // ========================================= Autograd ===========================================
 
-// Likewise for a whole call, which no profiler watches either. Undefined tensors have no stake.
+// Likewise for a whole backward, which no profiler watches either. Undefined tensors have no stake.
 bool goes_straight(std::initializer_list<const Tensor*> tensors) {
   c10::DispatchKeySet keys;
   for (const Tensor* each : tensors) {
@@ -7628,7 +7661,8 @@ void refuse_tangent(const Tensor& tensor, const char* name) {
                                            "is not supported; use reverse mode");
 }
 
-// Keeps the inputs and nothing else; the backward computes the states again.
+// Its forward keeps the inputs and nothing else; the backward computes the states again. StraightNode
+// below keeps states as well.
 class ForwardFunction : public torch::autograd::Function<ForwardFunction> {
  public:
   static torch::autograd::variable_list forward(
@@ -7728,7 +7762,10 @@ class StraightNode : public torch::autograd::CppNode<ForwardFunction> {
     {
       at::AutoDispatchBelowADInplaceOrView below_autograd;
       at::AutoGradMode no_grad(false);
-      outputs = gated_delta::forward(in, &states);
+      // Who has hooks on what is kept, as checkpointing has, wants the same kept on every way here, and
+      // not more than needed.
+      const bool hooked = !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
+      outputs = gated_delta::forward(in, hooked ? nullptr : &states);
     }
     const auto node = make<StraightNode>();
     node->set_ctx_grad_fn(node);
@@ -7781,7 +7818,6 @@ std::tuple<Tensor, Tensor> forward_autograd(const Tensor& q, const Tensor& k, co
   refuse_tangent(initial_state.value_or(Tensor()), "initial_state");
   const auto result = ForwardFunction::apply(q, k, v, gate, initial_state, scale,
                                              output_final_state, log_gate, cu_seqlens);
-  if (result.size() == 1) return {result[0], nothing(state_type(q), q.device())};
   return {result[0], result[1]};
 }
 
@@ -7942,7 +7978,7 @@ namespace {
 // =================================== The short way from Python ================================
 //
 // A small problem takes the GPU 3 us, the road through torch.ops and the dispatcher twice that.
-// `call` goes straight to `forward`, or to autograd's function around it, when nothing between has
+// `call` goes straight to `forward`, or to StraightNode, which records it, when nothing between has
 // a stake in the call: plain tensors, no tracing, autocast, functorch transform, dispatch mode,
 // tangent or profiler. Otherwise it returns NotImplemented, and Python takes the road.
 
@@ -8516,8 +8552,8 @@ def gated_delta(
             are equal; it starts from initial_state[n], and its last state is final_state[n]: both are (N, H, K, V). The
             first offset is 0, none is below the one before, the last is T. On a CPU anything else raises. On a GPU
             nobody looks at the numbers (a call never waits, and can be captured in a graph): steps past the last offset
-            give y = 0 and zero gradients; otherwise wrong offsets give wrong numbers, but touch no other memory. A NaN
-            or infinity in short sequences (fewer than 128 steps on average, no states) may reach their neighbours.
+            give y = 0 and zero gradients; otherwise wrong offsets give wrong numbers, but touch no other memory. In a
+            call without states a NaN or infinity may reach other sequences.
 
     Returns:
         (y, final_state): y (B, T, H, V) in q's dtype, contiguous; final_state (B, H, K, V) in the state's dtype, or
@@ -8532,7 +8568,8 @@ def gated_delta(
         RuntimeError: CUDA tensors, but the library was built without CUDA kernels.
 
     Differentiable in q, k, v, gate and initial_state. The gate's gradient is a sum of products like everything else, so
-    it is as exact at gates of 0 as anywhere. Kept for the backward: the inputs.
+    it is as exact at gates of 0 as anywhere. Kept for the backward: the inputs and,
+    where that is at most half as much again, states at every 64th step.
 
     This is what flash-linear-attention calls `gv` gating and the k-sweep of Gated Slot Attention (arXiv:2409.07146). It
     has no delta rule: for Gated DeltaNet (arXiv:2412.06464) it is the wrong operator.
