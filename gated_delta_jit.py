@@ -7755,6 +7755,14 @@ class StraightNode : public torch::autograd::CppNode<ForwardFunction> {
     }
   }
 
+  // Newer torch tells hooks of every new node.
+  template <class Owner>
+  static auto announce(const Owner& node, int) -> decltype(fire_node_creation_hooks(node), void()) {
+    fire_node_creation_hooks(node);
+  }
+  template <class Owner>
+  static void announce(const Owner&, int64_t) {}
+
   // The forward, on autograd's record.
   static std::pair<Tensor, Tensor> record(const Inputs& in) {
     std::pair<Tensor, Tensor> outputs;
@@ -7787,6 +7795,7 @@ class StraightNode : public torch::autograd::CppNode<ForwardFunction> {
     torch::autograd::set_history(outputs.first, node);
     if (in.output_final_state) torch::autograd::set_history(outputs.second, node);
     node->save_variables_to_ctx();
+    announce(decltype(torch::autograd::Edge::function)(node), 0);
     return outputs;
   }
 
