@@ -1216,6 +1216,7 @@ struct TensorLaunch {
 // What a walk over time is for.
 enum class Walk {
   kOutputs,     // y and the final state
+  kTraining,    // the same, and checkpoints; apart, for they cost registers that kOutputs lacks
   kStates,      // states alone: checkpoints, or else what each segment makes of a zero state
   kStatesBack,  // the same of the gradients that flow back, from the last step to the first
 };
@@ -1945,7 +1946,7 @@ struct ChunkPlan {
   template <Walk kWalk, int u>
   __device__ __forceinline__ void take(TimeTile<Traits>& tile, float scale, uint32_t products,
                                        const LevelMasks<Element>& masks) {
-    constexpr bool kOutputs = kWalk == Walk::kOutputs;
+    constexpr bool kOutputs = kWalk == Walk::kOutputs || kWalk == Walk::kTraining;
     constexpr bool kBack = kWalk == Walk::kStatesBack;
     Products<Element> within;
     if constexpr (kOutputs) within.load(products + (u * kTiles + u) * Traits::kProductBytes);
@@ -2167,7 +2168,7 @@ __device__ __forceinline__ int reached_steps(const uint32_t* starts, int64_t sta
 
 template <class Traits, Walk kWalk>
 __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch& launch) {
-  constexpr bool kStateOnly = kWalk != Walk::kOutputs;
+  constexpr bool kStateOnly = kWalk == Walk::kStates || kWalk == Walk::kStatesBack;
   constexpr bool kBack = kWalk == Walk::kStatesBack;
   using Element = typename Traits::Element;
   using Gate = typename Traits::Gate;
@@ -2350,12 +2351,13 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
     const int left = steps - place_in_time(chunk) * kSteps - u * 16;
 #pragma unroll
     for (int n = 0; n < kCount; ++n) load_tile(tiles[n], u + n, stage);
-    bool plain = !p.log_gate && left >= 16 * kCount;
-    if (p.starts != nullptr && plain && left <= steps)
-      plain = starts_from(p.starts, start + steps - left) << (32 - 16 * kCount) == 0;
-    if (__builtin_expect(!plain, 0)) {
+    if (__builtin_expect(p.log_gate || p.starts != nullptr || left < 16 * kCount, 0)) {
+      bool plain = !p.log_gate && left >= 16 * kCount && left <= steps;
+      if (plain) plain = starts_from(p.starts, start + steps - left) << (32 - 16 * kCount) == 0;
+      if (!plain) {
 #pragma unroll
-      for (int n = 0; n < kCount; ++n) finish_gates(tiles[n], left - 16 * n);
+        for (int n = 0; n < kCount; ++n) finish_gates(tiles[n], left - 16 * n);
+      }
     }
     if (kBack && u == 0 && quad == 0) tiles[0].gate[0][0][0] = tiles[0].gate[0][1][0] = 1;
 #pragma unroll
@@ -2512,7 +2514,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
 
   // Leaves the state before a chunk behind where one is due.
   Element* first_checkpoint = nullptr;
-  if (launch.checkpoints != nullptr && column < p.V)
+  if (kWalk != Walk::kOutputs && launch.checkpoints != nullptr && column < p.V)
     first_checkpoint =
         Checkpoints<Element>(p).at(static_cast<Element*>(launch.checkpoints), owner.pair,
                                    start / kCheckpointSteps, column / 16);
@@ -2578,7 +2580,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
     for (int chunk = 0; chunk < chunks; ++chunk) {
       const uint32_t next = next_stage(chunk, stage);
       const uint32_t after_next = next_stage(chunk + 1, next);
-      store_checkpoint(chunk);
+      if constexpr (kWalk != Walk::kOutputs) store_checkpoint(chunk);
       if constexpr (kBack) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) plan.decay[h] *= pending[h];
@@ -2870,7 +2872,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       __syncthreads();
       if constexpr (!kStateOnly) finish_outputs(chunk, stage);
       if (chunk == chunks) break;
-      store_checkpoint(chunk);
+      if constexpr (kWalk != Walk::kOutputs) store_checkpoint(chunk);
 
       // ---- What the state's part gives to each step of both tiles, first to those of its own.
       float y[4][4];
@@ -5424,6 +5426,8 @@ struct TensorPlan {
 };
 
 constexpr int kMostStages = 6;
+constexpr int kMostKeptRows =
+    128;  // of states that a forward leaves; larger ones take too much memory
 
 // As many as leave room for kBlocks blocks on a multiprocessor, or for fewer if they would be too few.
 // Asynchronous copies and these products want compute capability 8.0.
@@ -5596,7 +5600,12 @@ struct TensorKernels {
                             cudaStream_t stream) {
     const TensorPlan ready = plan(p, device);
     return with_traits(p, [&](auto traits) {
-      return launch_walk<decltype(traits), kWalk>(p, device, ready, checkpoints, stream);
+      using Traits = decltype(traits);
+      if constexpr (kWalk == Walk::kTraining && Traits::kRows > kMostKeptRows) {
+        return cudaErrorNotSupported;
+      } else {
+        return launch_walk<Traits, kWalk>(p, device, ready, checkpoints, stream);
+      }
     });
   }
 };
@@ -5649,7 +5658,8 @@ cudaError_t launch_tensor(const Params& p, void* checkpoints, cudaStream_t strea
 template <typename Element>
 cudaError_t launch_walks(const Params& p, cudaStream_t stream) {
   if (p.y.data == nullptr) return launch_tensor<Element, Walk::kStates>(p, p.states, stream);
-  return launch_tensor<Element, Walk::kOutputs>(p, p.states, stream);
+  if (p.states == nullptr) return launch_tensor<Element, Walk::kOutputs>(p, nullptr, stream);
+  return launch_tensor<Element, Walk::kTraining>(p, p.states, stream);
 }
 
 // ---- Backward on tensor cores.
@@ -6313,7 +6323,8 @@ int64_t kept_state_bytes(const Params& p) {
   const int64_t gates = p.gate.stride[3] == 0 ? 1 : p.V;
   const int64_t operands =
       (2 * p.K / p.group + p.V) * size_of(p.dtype) + gates * size_of(p.gate_dtype);
-  if (p.borders != nullptr || 2 * p.K * p.V * size_of(p.dtype) > kCheckpointSteps * operands ||
+  if (p.borders != nullptr || p.K > kMostKeptRows ||
+      2 * p.K * p.V * size_of(p.dtype) > kCheckpointSteps * operands ||
       !takes_tensor_gradients(p) || !takes_tensor_cores(p) || device.read() != cudaSuccess) {
     return 0;
   }
