@@ -1378,8 +1378,11 @@ __device__ __forceinline__ void store_shared(uint32_t address, T value) {
   *static_cast<T*>(shared_pointer(address)) = value;
 }
 
-// A thread's share of loading one operand: always the same chunk, of every kStride-th step.
-template <typename T, class Tile, int kChannels, int kSteps, int kThreads, bool kBack = false>
+// A thread's share of loading one operand: always the same chunk, of every kStride-th step. kOnce: what
+// lanes of a block have in common of an address is computed once for all; the forward's kernels have
+// no registers for that on every architecture.
+template <typename T, class Tile, int kChannels, int kSteps, int kThreads, bool kBack = false,
+          bool kOnce = false>
 struct TileLoader {
   static constexpr int kElements = 16 / sizeof(T);
   static constexpr int kChunks = kChannels / kElements;
@@ -1393,8 +1396,13 @@ struct TileLoader {
                                         int64_t head, int64_t channel, int64_t channels)
       : view(view), place(place_of(threadIdx.x / kChunks)), first(threadIdx.x / kChunks) {
     const int lane_channel = threadIdx.x % kChunks * kElements;
-    from = reinterpret_cast<const char*>(element_of<const T>(view, batch, start, head, channel) +
-                                         first * view.stride[1] + lane_channel);
+    if constexpr (kOnce) {
+      from = reinterpret_cast<const char*>(element_of<const T>(view, batch, start, head, channel) +
+                                           first * view.stride[1] + lane_channel);
+    } else {
+      from = reinterpret_cast<const char*>(
+          element_of<const T>(view, batch, start + first, head, channel + lane_channel));
+    }
     if (channel + lane_channel >= channels) first = INT32_MAX / 2;
   }
 
@@ -1410,7 +1418,8 @@ struct TileLoader {
     for_each_chunk(tile, steps, [](uint32_t to, const char* source, bool whole) {
       Pack<T, kElements> copies = {};
       if (whole) {
-        const T element = *reinterpret_cast<const T*>(source - threadIdx.x % kChunks * 16);
+        const T element =
+            *reinterpret_cast<const T*>(source - (kOnce ? threadIdx.x % kChunks * 16 : 0));
 #pragma unroll
         for (int e = 0; e < kElements; ++e) copies.at[e] = element;
       }
@@ -2351,13 +2360,12 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
     const int left = steps - place_in_time(chunk) * kSteps - u * 16;
 #pragma unroll
     for (int n = 0; n < kCount; ++n) load_tile(tiles[n], u + n, stage);
-    if (__builtin_expect(p.log_gate || p.starts != nullptr || left < 16 * kCount, 0)) {
-      bool plain = !p.log_gate && left >= 16 * kCount && left <= steps;
-      if (plain) plain = starts_from(p.starts, start + steps - left) << (32 - 16 * kCount) == 0;
-      if (!plain) {
+    bool plain = !p.log_gate && left >= 16 * kCount;
+    if (p.starts != nullptr && plain && left <= steps)
+      plain = starts_from(p.starts, start + steps - left) << (32 - 16 * kCount) == 0;
+    if (__builtin_expect(!plain, 0)) {
 #pragma unroll
-        for (int n = 0; n < kCount; ++n) finish_gates(tiles[n], left - 16 * n);
-      }
+      for (int n = 0; n < kCount; ++n) finish_gates(tiles[n], left - 16 * n);
     }
     if (kBack && u == 0 && quad == 0) tiles[0].gate[0][0][0] = tiles[0].gate[0][1][0] = 1;
 #pragma unroll
@@ -4462,8 +4470,8 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
 
   // ---- Loading.
   {
-    using RowLoader =
-        TileLoader<Element, RowTile, Traits::kChannels, Traits::kSteps, Traits::kThreads>;
+    using RowLoader = TileLoader<Element, RowTile, Traits::kChannels, Traits::kSteps,
+                                 Traits::kThreads, false, true>;
     const uint32_t row_head = p.group == 1 ? head : head / static_cast<uint32_t>(p.group);
     RowLoader load_q(p.q, batch, start, row_head, 0, p.K);
     RowLoader load_k(p.k, batch, start, row_head, 0, p.K);
@@ -4472,7 +4480,8 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
     commit_copies();
     RowLoader load_v(p.v, batch, start, head, 0, p.V);
     RowLoader load_dy(grads.dy, batch, start, head, 0, p.V);
-    TileLoader<Gate, typename Traits::GateTile, Traits::kChannels, Traits::kSteps, Traits::kThreads>
+    TileLoader<Gate, typename Traits::GateTile, Traits::kChannels, Traits::kSteps, Traits::kThreads,
+               false, true>
         load_gate(p.gate, batch, start, head, 0, p.V);
     load_v.start(shared + Traits::kOfV, steps);
     load_dy.start(shared + Traits::kOfDy, steps);
@@ -6062,6 +6071,7 @@ cudaError_t launch_step(const StepParams& p, int processors, cudaStream_t stream
   constexpr int kPack = 16 / sizeof(State);
   constexpr int kWide = 16;
   constexpr int kNarrow = 8;
+  constexpr int kBlocks = sizeof(State) == 2 ? 2 : 3;  // packs of eight columns want more registers
   bool packed = reinterpret_cast<uintptr_t>(p.state.data) % 16 == 0 && p.V % kPack == 0 &&
                 p.state.stride[3] == 1;
   const int64_t sizes[3] = {p.pool, p.H, p.K};
@@ -6071,9 +6081,10 @@ cudaError_t launch_step(const StepParams& p, int processors, cudaStream_t stream
     return launch_step_tiles<StepTraits<State, Stored, StoredGate, kNarrow, 128, 0>>(p, stream);
   const int64_t wide_blocks = p.B * p.H * ((p.V + kWide * kPack - 1) / (kWide * kPack));
   if (wide_blocks < 2 * processors)
-    return launch_step_tiles<StepTraits<State, Stored, StoredGate, kNarrow, 128, 3>>(p, stream);
+    return launch_step_tiles<StepTraits<State, Stored, StoredGate, kNarrow, 128, kBlocks>>(p,
+                                                                                           stream);
   if (p.K <= 64)
-    return launch_step_tiles<StepTraits<State, Stored, StoredGate, kWide, 64, 3>>(p, stream);
+    return launch_step_tiles<StepTraits<State, Stored, StoredGate, kWide, 64, kBlocks>>(p, stream);
   return launch_step_tiles<StepTraits<State, Stored, StoredGate, kWide, 128, 2>>(p, stream);
 }
 
