@@ -21,11 +21,11 @@ later. Read it from top to bottom:
 
     SHARED_SOURCE   the structures that host and device exchange
     CUDA_SOURCE     kernels and their launch, free of torch, so that plain nvcc compiles what `--dump DIR` writes:
-                    SIMT forward (small problems, any size and type), PTX in small named functions, tensor-core
-                    forward (large problems), SIMT backward, tensor-core backward, decode step, launching and the
-                    rules that choose
-    CPP_SOURCE      argument checks, the CPU kernel, registration as a torch operator, the short way in from Python
-    Python          building and loading, `gated_delta`, `ModelNew`
+                    mathematics and words, small helpers, packed sequences, SIMT forward (small problems, any size and
+                    type), PTX in small named functions, tensor-core forward (large problems; dyadic gating, segments),
+                    SIMT backward, tensor-core backward, decode step, launching (the rules that choose, the ways in)
+    CPP_SOURCE      CPU kernel; the torch side: arguments, operator, autograd, registration; the short way from Python
+    Python          building and loading; the operator: `gated_delta`, `gated_delta_step`, `ModelNew`
 """
 
 import contextlib
@@ -81,10 +81,10 @@ struct Arguments {
   View<Index> partial;        // (B, T, H, V) sums in the state's type, see forward_needs_partial
   void* states = nullptr;     // states that a forward leaves for its backward, see kept_state_bytes
 
-  // Packed sequences, B = 1. Sequence n has the steps from borders[n] to borders[n + 1] and the n-th
-  // initial and final state; or, where states aren't asked for, time may be one row in which a bit of
-  // `starts` (step t: bit t % 32 of word t / 32) says that a step forgets what came before, and
-  // steps from *end on are nobody's.
+  // Packed sequences, B = 1, in one of two forms. With `borders` sequence n has the steps from
+  // borders[n] to borders[n + 1] and the n-th initial and final state. With `starts`, where nobody
+  // asks for states, time is one row: the gate of a step whose bit is set (step t: bit t % 32 of
+  // word t / 32) counts as 0. In both, steps from *end on are nobody's.
   Index sequences = 0;
   const int64_t* borders = nullptr;
   const uint32_t* starts = nullptr;
@@ -148,6 +148,35 @@ CUDA_SOURCE = SHARED_SOURCE + r"""
 
 namespace gated_delta {
 namespace {
+
+// ================================== Mathematics and words =====================================
+//
+// Columns of a state never mix. What a stretch of time does to column j of the state before it is
+//
+//   S_end[:, j] = G[j] * S_before[:, j] + sum_s k_s * (v_s[j] * gates s+1 .. end)
+//
+// G, the product of the stretch's gates, is its decay; the gates after v_s "carry" it to the end. A
+// stretch is (G, end state from a zero start), and (G2, S2) after (G1, S1) is (G2 G1, G2 S1 + S2).
+// That is how time is cut in parts that run side by side: each makes this of its steps, the results
+// are chained, and each part runs again from the state that precedes it.
+//
+// Backward, R_t = dL/dS_t is all that flows back into the state after step t, and the flow F_t its
+// share from later steps. F mirrors S: q_t takes the place of k_t, dy_t that of v_t.
+//
+//   R_t  = scale * q_t dy_t^T + F_t    F_t  = R_{t+1} diag(gate_{t+1})    F_T = dfinal_state
+//   dq_t = scale * S_t dy_t            dk_t = R_t v_t                     dv_t = R_t^T k_t
+//   dgate_t[j] = sum_i S_{t-1}[i, j] R_t[i, j]                            dinitial_state = F_0
+//
+// So dy_t is carried back by the gates up to t, its own included. Nothing divides by a gate. A step
+// that doesn't exist has gate 1, all else 0; the first step of a packed sequence has gate 0.
+//
+// Words: rows i < K and columns j < V are those of a state. P is q k^T, times scale. A checkpoint
+// is a state or flow kept at every 64th step for the backward. A sweep is the steps that a SIMT
+// block has in registers at once. On tensor cores a segment of time has a block of its own; a chunk
+// is the steps of one turn of its loop (chunks of 16 bytes are another thing), and a tile 16 of
+// them. group and quad are lane / 4 and lane % 4, by which tensor cores deal out elements; a slot
+// is one of 16 steps in the tensor core's order (or the number of a sequence's piece). `pair`, as
+// an index: of batch and head.
 
 // ======================================= Small helpers ========================================
 
@@ -226,6 +255,11 @@ __device__ __forceinline__ T* steps_of(const View<int64_t>& view, uint32_t batch
          (batch * view.stride[0] + start * view.stride[1] + head * view.stride[2]);
 }
 
+// ===================================== Packed sequences =======================================
+//
+// Arguments has described their two forms. With `borders` long sequences are cut in pieces, a block
+// each.
+
 // Part of a packed sequence: where a grid in time with a line every 2^shift steps cuts it.
 struct Piece {
   int64_t sequence;
@@ -236,8 +270,8 @@ struct Piece {
   bool last;
 };
 
-// Every piece has a slot of its own: that of sequence n between lines c and c + 1 is n + c. Slots rise
-// with time, so there are at most sequences + T / 2^shift, and some remain empty. Borders that don't
+// The piece in a slot. That of sequence n between lines c and c + 1 has slot n + c, so no two share
+// one; there are at most sequences + T / 2^shift slots, and some remain empty. Borders that don't
 // rise give pieces that make no sense, but lie within [0, T].
 __device__ __forceinline__ Piece piece_of(const int64_t* borders, int64_t sequences, int shift,
                                           int64_t slot) {
@@ -274,14 +308,14 @@ __device__ __forceinline__ int64_t slots_of(const int64_t* borders, int shift, i
   return end > begin ? ((end - 1) >> shift) - (begin >> shift) + 1 : 1;
 }
 
-// Bits of the sequences that start at step t, bit 0, and the steps after it, up to a word's end.
+// Bits of `starts` from step t on, which is bit 0, up to the end of t's word.
 template <typename Index>
 __device__ __forceinline__ uint32_t starts_from(const uint32_t* starts, Index t) {
   return starts[t / 32] >> (t % 32);
 }
 
-// What offsets of any kind become: borders within [0, T], the first 0, and bits of `starts` if it
-// isn't null, with one at the last border too.
+// From the caller's offsets, whatever they hold: borders within [0, T], the first 0, and bits of
+// `starts` if it isn't null, with one at the last border too.
 __global__ void mark_sequences(const void* offsets, int64_t stride, bool is_long, int64_t sequences,
                                int64_t steps, int64_t* borders, uint32_t* starts) {
   const auto offset = [&](int64_t n) -> int64_t {
@@ -310,7 +344,7 @@ __global__ void mark_sequences(const void* offsets, int64_t stride, bool is_long
   }
 }
 
-// An output of which steps that are nobody's have to be zero: (T, heads, channels) elements.
+// An output (T, heads, channels) whose steps after the last sequence have to be zero.
 struct Tail {
   char* data = nullptr;
   int64_t stride[3] = {0, 0, 0};  // in bytes
@@ -339,9 +373,9 @@ __global__ void clear_tails(const __grid_constant__ Tails tails, int64_t steps,
   }
 }
 
-// ======================================= SIMT kernel ==========================================
+// ====================================== SIMT forward ==========================================
 //
-// Exact for every size, dtype and stride; the fast one where time is short or heads are few.
+// Takes every size, dtype and stride; the fast one where time is short or heads are few.
 //
 // A lane owns kRows rows x kColumns columns of a state and kSteps consecutive steps of time. The 32
 // lanes of a warp are kRowGroups (fastest) x kColumnGroups x kTimeGroups; the warps of a block lie
@@ -377,7 +411,7 @@ struct SimtTraits {
   static constexpr int kRowPack = largest_pack(kRows, sizeof(Element));
   static constexpr int kColumnPack = largest_pack(kColumns, sizeof(Accum) > 4 ? 8 : 4);
   static constexpr int kStateWords =
-      kRows * kColumns + kColumns;  // a lane's state and its product of gates
+      kRows * kColumns + kColumns;  // a lane's stretch: its state and decay
   static constexpr int kStatePack = largest_pack(kStateWords, sizeof(Accum));
   static constexpr int kStateLanes = kRowGroups * kColumnGroups;
   // Outputs of a lane per sweep once they are summed; kSharers lanes end with the same ones.
@@ -389,7 +423,7 @@ struct SimtTraits {
   static_assert(kColumnPack == kColumns, "a lane's columns travel in one load");
 };
 
-// How a launch of the general kernel treats a slice of K.
+// K beyond max_rows is cut in slices, a launch each; their outputs add up.
 struct Slice {
   bool accumulate = false;  // add to p.partial what earlier slices left there
   bool last = true;         // write y, else p.partial
@@ -553,9 +587,9 @@ struct Stretch {
   }
 };
 
-// Sums kHeld values over 2 * kMask lanes. Each exchange halves what a lane still holds: lane r ends
-// with the sums of values r * kHeld / (2 * kMask) ... of its list in front. If there are more lanes
-// than values, neighbours end with the same one.
+// Sums each of kHeld values over n = 2 * kMask lanes. An exchange halves what a lane still holds,
+// so that lane r ends with the kHeld / n sums from number r * kHeld / n on, at the front of y. If
+// there are more lanes than values, neighbours end with the same one.
 template <int kHeld, int kMask, typename Accum>
 __device__ __forceinline__ void reduce_rows(Accum* y, int row_group) {
   if constexpr (kMask > 0) {
@@ -607,7 +641,6 @@ __global__ void __launch_bounds__(Traits::kMaxWarps * 32)
                           : static_cast<int>(min(max(p.V - column, Index{0}), Index{kColumns}));
   const bool time_parallel = Traits::kTimeGroups > 1 || warps > 1;
   const int sweep_steps = warps * Traits::kTimeGroups * kSteps;
-  // Does the state have row i and column m of this lane?
   const auto owns = [&](int i, int m) { return row_of<Traits>(row_group, i) < p.K && m < columns; };
 
   // ---- The state before the sweep.
@@ -692,7 +725,7 @@ __global__ void __launch_bounds__(Traits::kMaxWarps * 32)
         }
       }
 
-      // The warp's last group publishes the warp's stretch.
+      // The warp's last group publishes the warp's stretch: decays, then the state row by row.
       if (time_group == Traits::kTimeGroups - 1) {
 #pragma unroll
         for (int n = 0; n < kStatePacks; ++n) {
@@ -724,9 +757,9 @@ __global__ void __launch_bounds__(Traits::kMaxWarps * 32)
       }
       __syncthreads();
 
-      // Fold the warps before this one into the carry; if another sweep follows, afterwards the
-      // others too. The next sweep publishes in the other half of shared memory, so this is the
-      // only barrier.
+      // Fold the warps before this one into the carry: the state before the warp. If another sweep
+      // follows, the others too: the state before that sweep, which publishes in the other half of
+      // shared memory. So one barrier a sweep is enough.
       const auto fold = [&](int begin, int end) {
 #pragma unroll 1
         for (int w = begin; w < end; ++w) {
@@ -844,7 +877,6 @@ __device__ __forceinline__ uint32_t shared_address(const void* object) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(object));
 }
 
-// The object at such an address.
 __device__ __forceinline__ void* shared_pointer(uint32_t address) {
   return __cvta_shared_to_generic(address);
 }
@@ -857,14 +889,14 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool e
                : "memory");
 }
 
-// Closes a group of copies.
-// Has the L2 cache fetch what will be read: a multiple of 16 bytes.
+// Has the L2 cache fetch what will be read: a multiple of 16 bytes. Before sm_90, nothing.
 __device__ __forceinline__ void prefetch(const void* from, uint32_t bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" : : "l"(from), "r"(bytes));
 #endif
 }
 
+// Closes a group of copies.
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -892,7 +924,7 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&to)[4], uint
                : "memory");
 }
 
-// The way back.
+// The reverse of load_matrices_transposed, from sm_90 on.
 __device__ __forceinline__ void store_matrices_transposed(uint32_t address,
                                                           const uint32_t (&from)[4]) {
   asm volatile(
@@ -908,8 +940,10 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t from) {
   return to;
 }
 
-// c += a b with a (16, 16), b (16, 8), c (16, 8). Lane l holds of c rows l / 4 and l / 4 + 8,
-// columns 2 (l % 4) and + 1.
+// c += a b with a (16, 16), b (16, 8), c (16, 8). With g = l / 4 and two neighbours x = 2 (l % 4)
+// and x + 1, lane l holds c[0], c[1]: row g, columns x; c[2], c[3]: row g + 8. a[0]: row g, columns
+// x; a[1]: row g + 8; a[2], a[3]: the same 8 columns on. b0: rows x of column g; b1: 8 rows on. So
+// the accumulators of two neighbouring c, packed, are one a.
 template <typename Element>
 __device__ __forceinline__ void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
                                             uint32_t b1);
@@ -988,14 +1022,16 @@ __device__ __forceinline__ void wgmma_hold(float (&d)[4]) {
 }
 
 // Describes a matrix in shared memory whose 16-byte chunks are permuted within 128 bytes: groups of
-// 8 rows of 128 bytes lie 1024 bytes apart, and panels of 64 elements `panel` bytes.
+// 8 rows of 128 bytes lie 1024 bytes apart, and panels of 64 elements `panel` bytes. Bit 62 names
+// this permutation; distances and the address, 18 bits of it, count in units of 16 bytes.
 __device__ __forceinline__ uint64_t wgmma_matrix(uint32_t address, uint32_t panel) {
   return (uint64_t{1} << 62) | (uint64_t{1024 / 16} << 32) |
          (static_cast<uint64_t>(panel / 16) << 16) | ((address & 0x3ffff) / 16);
 }
 
-// d = a b, or d += a b if `add`: a (64, 16), a warp's 16 rows as for mma_16x8x16; b (16, n) a matrix
-// in shared memory with its 16 elements in a row, or kTransposed, with its n elements in a row.
+// d = a b, or d += a b if `add`: a (64, 16), a warp's 16 rows as for mma_16x8x16; b (16, n), with n
+// = 32, 64 or 128 by the size of d, a matrix in shared memory with its 16 elements in a row or, if
+// kTransposed, its n elements.
 template <typename Element, bool kTransposed>
 __device__ __forceinline__ void wgmma_64x16(float (&d)[4][4], const uint32_t (&a)[4], uint64_t b,
                                             int add) {
@@ -1102,27 +1138,36 @@ __device__ __forceinline__ void wgmma_64x16(float (&d)[4][4], uint64_t a, uint64
 // For large problems. A block walks over the steps of one (batch, head), or a segment of them, in
 // chunks of kTiles tiles of 16 steps; each of its warps, or pairs of warps, owns 16 columns and
 // keeps their part of the state as accumulators. With G_t the product of gates from the chunk's
-// first step to t and w a value carried forward to the end of a stretch by the gates after it,
+// first step to t, and P[t, s] = scale * q_t . k_s,
 //
-//   y_t[j]      = G_t[j] (q_t . S_before[:, j]) + sum_{s <= t} (q_t . k_s) v_s[j] gates s+1 .. t
-//   S_after[:,j] = G_end[j] S_before[:, j] + sum_s k_s w_s[j]
+//   y_t[j] = scale * G_t[j] (q_t . S_before[:, j]) + sum_{s <= t} P[t, s] v_s[j] gates s+1 .. t
+//   S_after[:, j] = G_end[j] S_before[:, j] + sum_s k_s (v_s[j] gates s+1 .. end)
 //
-// The triangular sum runs on tensor cores as well, exact for every gate. Of two steps s < t in a
-// tile, the highest bit in which they differ names a level: s lies in the first half of a block of
-// 2, 4, 8 or 16 steps and t in the second, and the gates between them are a suffix of the first
-// half (which carries v_s to its end) times a prefix of the second. So each level is one product,
-// P = q k^T masked to the level, times values carried that far; P itself doesn't depend on j.
+// The gates between s and t differ for each pair of steps. Dyadic gating makes matrix products of
+// the triangular sum all the same, exact for every gate. The highest bit in which s < t of a tile
+// differ names a level, 2, 4, 8 or 16: s is in the first half of a block of so many steps, t in the
+// second.
 //
-// Everything is transposed: y^T = S^T q^T, S^T += w^T k. Then values, gates, outputs and the state
-// share one layout of registers: a lane has columns `group` and `group + 8` of the warp's 16, and of
-// a tile's 16 steps the four from 4 * quad on; and S^T is at once an accumulator and, packed, the
-// left operand of S^T q^T. The tensor core's places ("slots") 2 quad, 2 quad + 1, 2 quad + 8 and
-// 2 quad + 9 hold steps 4 quad ... 4 quad + 3: rows of shared memory are in the order of slots.
+//   gates s+1 .. t = suffix of the first half, after s  *  prefix of the second half, up to t
+//
+// Steps 2 = 0b010 and 5 = 0b101, say, have level 8: gates 3 .. 5 = (gate 3) * (gates 4 and 5). So a
+// level is one product: P masked to it, times values carried to the end of their half; the prefix
+// multiplies the result. P doesn't depend on j. Two tiles of a chunk are one more level.
+//
+// Everything is transposed: y^T = S^T q^T, S^T += (carried v)^T k. Then values, gates, outputs and
+// the state share one layout of registers: a lane has columns `group` and `group + 8` of the warp's
+// 16, and of a tile's 16 steps the four from 4 * quad on; and S^T is at once an accumulator and,
+// packed, the left operand of S^T q^T. They have the tensor core's places ("slots") 2 quad,
+// 2 quad + 1, 2 quad + 8, 2 quad + 9: rows of shared memory are in the order of slots. In arrays,
+// [s][h][e], or [s][2 h + e] of accumulators, is step 4 quad + 2 s + e of column group + 8 h.
+//
+// Where heads are few, time is cut in segments, in three launches: Walk::kStates finds what each
+// makes of a zero state, join_segments the state before each, and Walk::kOutputs starts from it.
 //
 // float32 operands are split in two TF32 parts and three products are summed; no accumulator of
 // a tensor core, which truncates, outlives one short sum.
 
-// Steps x channels in shared memory, in chunks of 16 bytes; chunks are permuted within a row so that
+// Steps x channels in shared memory, in chunks of 16 bytes, which are permuted within a row so that
 // no access below finds two rows in one bank. Channels beyond kPanel lie in further panels.
 template <typename T, int kPanel, int kSteps>
 struct SharedTile {
@@ -1175,9 +1220,8 @@ struct TensorTraits {
   static constexpr int kStageBytes = 2 * kRowOperand + kTiles * (kColumnTile + kGateTile);
   static constexpr int kProducts = kTiles * kTiles;
   static constexpr int kProductBytes = 16 * 16 * sizeof(Element);
-  // What the warps of a pair tell each other, twice as well: values carried to the end of a tile,
-  // its decays, and sums for the other one's outputs. Values have v's place if they fit there, and
-  // outputs then gate's.
+  // What the warps of a pair tell each other, of two chunks as well: a tile's decays, and sums for
+  // the other one's outputs. A tile's carried values take the place of v, outputs that of gate.
   static constexpr int kDecaysBytes = kParts == 1 ? 0 : kWarps * 64;
   static constexpr int kSumsBytes = kParts == 1 ? 0 : kWarps * 1024;
   static constexpr int kOtherBytes = 2 * (kProducts * kProductBytes + kDecaysBytes + kSumsBytes);
@@ -1198,7 +1242,8 @@ constexpr int kMostSharedBytes = 99 * 1024;
 constexpr int kMostSharedBytes = 227 * 1024;
 #endif
 
-// One each for the state's chunk, the next one's plan, P of the one after it, and one that loads.
+// Chunks in shared memory: the state's, the next one, of which ChunkPlan is made, the one after it,
+// of which P is made, and one that loads.
 constexpr int kFewestStages = 4;
 
 struct TensorLaunch {
@@ -1208,8 +1253,8 @@ struct TensorLaunch {
   int64_t tiles = 1;          // of columns
   int stages = 0;             // chunks in shared memory
   float scale = 1;
-  float* states = nullptr;      // (B, H, segments, K, V), as in the backward
-  float* decays = nullptr;      // (B, H, segments, V)
+  float* states = nullptr;      // (B, H, segments, K, V): each segment's end, then what precedes it
+  float* decays = nullptr;      // (B, H, segments, V): its product of gates
   void* checkpoints = nullptr;  // see Checkpoints
 };
 
@@ -1234,9 +1279,9 @@ struct Operand<float> {
   float low[2];
 };
 
-// The upper 19 bits of x times a bit more than 1, which makes the rest as often negative as positive:
-// what the tensor core drops of it, and the product of two such parts, then average out. Rounding
-// to zero keeps large numbers finite.
+// The upper 19 bits of x times a bit more than 1, so that the rest is as often negative as
+// positive: what the tensor core drops of it, and the product of two rests, then average out.
+// Rounding to zero keeps large numbers finite.
 __device__ __forceinline__ float upper_part(float x) {
   return __uint_as_float(__float_as_uint(__fmul_rz(x, 1.0f + 0x1.6p-12f)) & 0xffffe000u);
 }
@@ -1348,7 +1393,6 @@ __device__ __forceinline__ int slot_of(int step) {
   return (step & ~15) | (step & 1) | (step >> 1 & 6) | (step << 2 & 8);
 }
 
-// Waits until at most `pending` of this thread's groups of copies are under way.
 __device__ __forceinline__ void wait_for_all_but(int pending) {
   if (pending >= 2) {
     wait_for_copies<2>();
@@ -1591,8 +1635,7 @@ struct RowFragments {
   }
 };
 
-// Where a lane's 8 elements of its warp's 16 columns lie within 16 slots of a tile of v, the gate
-// or y: [s][h][e] is slot 2 quad + 8 s + e, which is step 4 quad + 2 s + e, of column group + 8 h.
+// Where a lane's 8 elements [s][h][e] of its warp's 16 columns lie in a tile of v, the gate or y.
 template <typename T, class Tile>
 struct ColumnFragments {
   uint32_t at[2];  // of a matrix row; or of the elements e = 0 and 1
@@ -1665,6 +1708,7 @@ struct ColumnFragments {
 
 // ---- The levels inside a tile.
 
+// What each level keeps of P.
 template <typename Element>
 struct LevelMasks {
   Mask<Element> same;   // a step's own value
@@ -1682,7 +1726,7 @@ struct LevelMasks {
         whole(quad < 2 && group >= 4, quad < 2 && group >= 4) {}
 };
 
-// A block of P = q k^T as right operand: product[2 n + m] has slots 8 n ... of k and 8 m ... of q.
+// A 16 x 16 block of P as right operand: at[2 n + m] has slots 8 n ... of k and 8 m ... of q.
 template <typename Element>
 struct Products {
   Operand<Element> at[4];
@@ -1756,7 +1800,7 @@ __device__ __forceinline__ Operand<Element> transposed_operand(const Operand<Ele
   }
 }
 
-// Of a block of P, the same of its transpose.
+// The transpose of a block of P.
 template <typename Element>
 __device__ __forceinline__ Products<Element> transposed_products(const Products<Element>& from) {
   Products<Element> to;
@@ -1765,7 +1809,8 @@ __device__ __forceinline__ Products<Element> transposed_products(const Products<
   return to;
 }
 
-// 16 steps of a warp's 16 columns.
+// Dyadic gating: 16 steps of a warp's 16 columns. A lane has four steps of each of its columns, so
+// levels 2 and 4 stay within it, and levels 8 and 16 take an exchange of decays each.
 template <class Traits>
 struct TimeTile {
   using Element = typename Traits::Element;
@@ -1805,7 +1850,8 @@ struct TimeTile {
     exchange(eight, 2, quad_index / 2 == 1, before_sixteen, after_sixteen, decay);
   }
 
-  // After multiply_gates. With kOutputs also everything that stays inside the tile.
+  // After multiply_gates. Carries values level by level to the tile's end; with kOutputs,
+  // multiplies them on the way by what each level keeps of P.
   template <bool kOutputs>
   __device__ __forceinline__ void scan(const Products<Element>& products,
                                        const LevelMasks<Element>& masks) {
@@ -1865,7 +1911,9 @@ struct TimeTile {
   }
 
   // What the tile's steps get: factor * (what reaches the tile, times `through`) + inside. In comes
-  // `from_first`, what they get from the chunk's first tile without decay.
+  // `from_first`, what they get from the chunk's first tile without decay. As in Horner's rule,
+  // from the longest level down, each sum takes the gates from its level's border to the next
+  // shorter one's, and that level's sum is added.
   __device__ __forceinline__ void finish(const float (&through)[2], bool is_first,
                                          const float (&from_first)[2][4], float (&factor)[2][4],
                                          float (&inside)[2][4]) const {
@@ -1931,8 +1979,8 @@ __device__ __forceinline__ View<int64_t> segment_states(const Params& p, const T
   return view;
 }
 
-// What a chunk does, apart from the state before it: y = factor * (q . S) + inside, and
-// S after it = decay * S + carried^T k.
+// What a chunk does to the state S before it, and gets from it: y = factor * (q . S) + inside, and
+// S after it = decay * S + carried^T k. None of this waits for S.
 template <class Traits>
 struct ChunkPlan {
   using Element = typename Traits::Element;
@@ -1992,7 +2040,7 @@ struct ChunkPlan {
   }
 };
 
-// The plan of a tile whose chunk belongs to a pair of warps: its steps get factor * (what reaches
+// For a pair of warps, the plan of one of a chunk's two tiles: its steps get factor * (what reaches
 // the tile) + inside.
 template <class Traits>
 struct TilePlan {
@@ -2000,7 +2048,6 @@ struct TilePlan {
   float inside[2][4];
 };
 
-// What a thread owns.
 template <class Traits>
 struct TensorOwner {
   int group;
@@ -2058,9 +2105,9 @@ struct TensorOwner {
   __device__ __forceinline__ int64_t column_at(int c) const { return column + group + c / 2 * 8; }
 };
 
-// States that a walk leaves behind, one before every kCheckpointSteps steps (in a walk back: after
-// them): for each (batch, head), each of them and each 16 columns, blocks of 16 x 16 elements in the
-// order in which a warp holds them as left operand (columns, rows).
+// States that a walk leaves behind, one before every kCheckpointSteps steps; in a walk back flows,
+// one after them. For each (batch, head), checkpoint and 16 columns: blocks of 16 x 16 elements in
+// the order in which a warp holds them as left operand (columns, rows).
 constexpr int kCheckpointSteps = 64;
 
 template <typename Element>
@@ -2103,17 +2150,16 @@ struct Checkpoints {
 };
 
 // ---- The kernel.
+//
 // In one turn of the loop a warp takes the state past one chunk, makes the plan of the next, and
 // its share of P for the one after: three strands that don't wait for each other.
-
 //
-// Warps of a pair have the same columns, each half of the state's rows, and each one plans one of a
-// chunk's two tiles. What they have to tell each other lies in shared memory until the next turn:
-// the tiles' carried values and decays, which both need when the chunk comes to the state; and then
-// what each part of the state gives to the other one's tile. So a chunk's outputs leave one turn
-// after the state has passed it.
+// Warps of a pair share columns; each has half of the state's rows and plans one of a chunk's two
+// tiles. They exchange through shared memory, one turn later: the tiles' carried values and decays,
+// which both need when the chunk comes to the state, and then what each half of the state gives to
+// the other's tile. So a chunk's outputs leave one turn after the state has passed it.
 
-// Of a sequence without steps: it ends as it begins.
+// The final state of a sequence without steps: its initial one.
 template <class Traits>
 __device__ __forceinline__ void copy_state(const Params& p, const TensorOwner<Traits>& owner) {
   if (p.final_state.data == nullptr) return;
@@ -2128,7 +2174,7 @@ __device__ __forceinline__ void copy_state(const Params& p, const TensorOwner<Tr
   }
 }
 
-// Of a segment that adds nothing to a state, or of which nobody asks what it adds.
+// Writes (1, 0) for a segment that adds nothing to a state, or of which nobody asks what it adds.
 template <class Traits>
 __device__ __forceinline__ void clear_segment(const Params& p, const TensorLaunch& launch,
                                               const TensorOwner<Traits>& owner) {
@@ -2142,18 +2188,17 @@ __device__ __forceinline__ void clear_segment(const Params& p, const TensorLaunc
   }
 }
 
-// Where the steps that are anybody's end.
+// The end of the last packed sequence, or T.
 __device__ __forceinline__ int64_t end_of_steps(const Params& p) {
   return p.end == nullptr ? p.T : min(max(*p.end, int64_t{0}), p.T);
 }
 
-// Steps of a segment before its last word of `starts` that has a bit.
+// Steps before the segment's last whole word of `starts` with a bit: its end state forgets them.
 __device__ __forceinline__ int forgotten_steps(const uint32_t* starts, int64_t start, int steps) {
   const int64_t first_word = start / 32;
   for (int64_t word = (start + steps - 1) / 32; word >= first_word; word -= 32) {
     const int64_t own = word - threadIdx.x % 32;
     bool found = own >= first_word && starts[own] != 0;
-    // Bits outside the segment, in a word that it has a part of, don't count.
     if (found && (own * 32 < start || own * 32 + 32 > start + steps)) found = false;
     const uint32_t all = __ballot_sync(~0u, found);
     if (all != 0) return static_cast<int>((word - (__ffs(all) - 1)) * 32 - start);
@@ -2161,13 +2206,12 @@ __device__ __forceinline__ int forgotten_steps(const uint32_t* starts, int64_t s
   return 0;
 }
 
-// Steps of a segment up to its first word of `starts` that has a bit: to its beginning nothing flows
-// back from beyond.
+// Steps of a segment up to the end of its first whole word of `starts` that has a bit: nothing
+// flows back to its beginning from beyond.
 __device__ __forceinline__ int reached_steps(const uint32_t* starts, int64_t start, int steps) {
   const int64_t last_word = (start + steps - 1) / 32;
   for (int64_t word = start / 32; word <= last_word; word += 32) {
     const int64_t own = word + threadIdx.x % 32;
-    // Bits outside the segment, in a word that it has a part of, don't count.
     const bool whole = own * 32 >= start && own * 32 + 32 <= start + steps;
     const uint32_t all = __ballot_sync(~0u, own <= last_word && whole && starts[own] != 0);
     if (all != 0) return static_cast<int>((word + __ffs(all)) * 32 - start);
@@ -2302,8 +2346,9 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
     }
   }
   float segment_decay[2] = {1, 1};
-  // In a walk back a chunk's first gate scales all that goes beyond it. It may be tiny, and shall not
-  // make values so before they are rounded: it counts as 1 in its chunk, and comes with the next one.
+  // In a walk back a chunk's first gate scales all that goes beyond it. It may be tiny, and shall
+  // not make values so before they are rounded: it counts as 1 in its chunk, and waits in `pending`
+  // for the next one.
   float pending[2] = {1, 1};
   const auto take_first_gate = [&](uint32_t stage, int chunk) {
     const int64_t first = start + place_in_time(chunk) * kSteps;
@@ -2325,14 +2370,13 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
   const ColumnFragments<Gate, typename Traits::GateTile> gate_fragments(columns * 16);
   const LevelMasks<Element> masks(group, quad);
 
-  // Reads the gates and values of a chunk's tile.
   const auto load_tile = [&](TimeTile<Traits>& tile, int u, uint32_t stage) {
     Operand<Gate> unused[4];
     gate_fragments.load(tile.gate, unused, stage + kOfGate + u * Traits::kGateTile);
     value_fragments.load(tile.value, tile.plain, stage + kOfV + u * Traits::kColumnTile);
   };
-  // Past the end a gate leaves the state as it is, at a sequence's first step it forgets it. `left`:
-  // steps from the tile's first on.
+  // Gates as plain numbers, 1 past the end, 0 at a sequence's first step. `left`: steps of the walk
+  // from the tile's first on.
   const auto finish_gates = [&](TimeTile<Traits>& tile, int left) {
     if (p.log_gate) {
 #pragma unroll
@@ -2354,7 +2398,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       }
     }
   };
-  // Both, of as many tiles from u on.
+  // Both for the tiles from u on, as many as `tiles` has.
   const auto load_gates = [&](auto& tiles, int u, int chunk, uint32_t stage) {
     constexpr int kCount = sizeof(tiles) / sizeof(tiles[0]);
     const int left = steps - place_in_time(chunk) * kSteps - u * 16;
@@ -2372,9 +2416,9 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
     for (int n = 0; n < kCount; ++n) tiles[n].multiply_gates();
   };
 
-  // Where a block of P lies. For a pair the second tile's q with the first one's k is still of use
-  // when P of the chunk after the next comes: it goes in turn to its own place and to that of block
-  // 1, which nobody needs.
+  // Where a block of P lies. For pairs of warps block 2, the second tile's q with the first one's
+  // k, is still of use when that of the chunk after the next comes: it goes in turn to its own
+  // place and to that of block 1, which nobody needs.
   const auto products_at = [&](int chunk, int block) {
     const int place = kParts == 2 && block == 2 ? 2 - chunk / 2 % 2 : block;
     return products + (chunk % 2 * Traits::kProducts + place) * Traits::kProductBytes;
@@ -2649,8 +2693,8 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
         advance_state(state, plan, stage + kOfK);
       }
 
-      // ---- The chunk after the next has come, every warp has left the last one, and the next one's
-      // P is complete.
+      // ---- The chunk after the next has come, every warp has left the last one, and P of the next
+      // one is complete.
       wait_for_all_but(launch.stages - 4);
       if constexpr (kWgmma) fence_for_wgmma();
       __syncthreads();
@@ -2660,7 +2704,8 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
 
       // ---- P of the chunk after the next.
       if constexpr (kWgmma && !kStateOnly) {
-        // q's rows from 32 on are whatever follows, and come to nothing: warps 2 and 3 ignore them.
+        // wgmma takes 64 rows of q, a chunk has 32: the others are whatever follows in memory, and
+        // warps 2 and 3, whose results they are, don't store them.
         if (makes_p) {
           const uint64_t q_later = wgmma_matrix(after_next, 0);
           const uint64_t k_later = wgmma_matrix(after_next + kOfK, 0);
@@ -2819,8 +2864,8 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       store_shared(to + 512, make_float4(b[0], b[1], b[2], b[3]));
     };
 
-    // Outputs of the chunk before: y = factor * (the other part's sum) + sum. They leave by way of a
-    // place in shared memory from which only this warp has read.
+    // Outputs of the chunk before: y = factor * (the other part's sum) + sum. They leave by way of
+    // a place in shared memory from which only this warp has read.
     float factor[2][4] = {};
     float sum[2][4] = {};
     const auto finish_outputs = [&](int chunk, uint32_t stage) {
@@ -2953,7 +2998,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
     for (int h = 0; h < 2; ++h) segment_decay[h] *= pending[h];
   }
 
-  // ---- The state after the last step. No registers are left to remember where it goes.
+  // ---- The state after the last step. Where it goes is computed anew: registers are scarce.
   uint32_t block = blockIdx.x;
   uint32_t thread = threadIdx.x;
   keep(block);
@@ -2997,8 +3042,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   }
 }
 
-// Chains the segments: states become what precedes each. A block's first index is the (batch, head),
-// the second its share of the state's elements.
+// Chains the segments: states become what precedes each. A block's first index is the pair of batch
+// and head, the second its share of the state's elements.
 __global__ void join_segments(const __grid_constant__ Params p,
                               const __grid_constant__ TensorLaunch launch) {
   constexpr int kAtOnce = 8;
@@ -3044,18 +3089,14 @@ __global__ void join_segments(const __grid_constant__ Params p,
 
 // ===================================== SIMT backward ==========================================
 //
-// With S_t as in the forward and R_t = dL/dS_t = scale * q_t dy_t^T + R_{t+1} diag(gate_{t+1}),
-//
-//   dq_t = scale * S_t dy_t   dk_t = R_t v_t   dv_t = R_t^T k_t   dgate_t[j] = sum_i S_{t-1} R_t
-//
 // S and R are recurrences on every element (i, j) alone, forward and backward in time; only the
-// four sums mix elements. dv and dgate sum over rows, dq and dk over columns. So there are two
+// gradients mix elements. dv and dgate sum over rows, dq and dk over columns. So there are two
 // kinds of blocks: one owns columns and sums over all rows, the other owns rows and sums over all
 // columns. Each computes S and R of its own elements; nothing is added up across blocks.
 //
-// Time is cut in sweeps, one block each, all in parallel. Within a sweep lanes own kSteps steps,
-// and a scan in shared memory joins them, S from the front and R from the back. If there are
-// several sweeps, a first kernel writes what each does to a state and to a gradient, and a second
+// Time is cut in sweeps, a block each, all in parallel. Within a sweep lanes own kSteps steps, and
+// a scan in shared memory joins them, S from the front and F from the back. If there are several
+// sweeps, simt_summarize_sweeps writes what each does to a state and to a flow, and chain_sweeps
 // chains these.
 
 // What all backward kernels read: operands in the order of their use, then the outputs.
@@ -3084,7 +3125,7 @@ struct BackwardLaunch {
   int64_t sweep_steps = 0;
   int shift = 0;      // of those pieces
   int64_t batch = 0;  // at which this grid begins
-  int64_t tile = 0;
+  int64_t tile = 0;   // likewise, of the owned axis
   void* states = nullptr;    // (B, H, sweeps, K, V): what precedes each sweep
   void* flows = nullptr;     // (B, H, sweeps, K, V): what flows back into each sweep's last state
   void* decays = nullptr;    // (B, H, sweeps, V): products of gates
@@ -3156,7 +3197,6 @@ __device__ __forceinline__ void write_number(void* data, int64_t offset, Dtype d
   }
 }
 
-// Offset of element (a, b, c, d) of an operand.
 template <typename Index>
 __device__ __forceinline__ int64_t offset_of(const View<Index>& view, Index a, Index b, Index c,
                                              Index d) {
@@ -3370,7 +3410,7 @@ struct BackwardLane {
     }
   }
 
-  // Gates become plain numbers, those of steps past the end one, those of sequences' first steps zero.
+  // As in SimtTile.
   __device__ __forceinline__ void finish_gate(const Arguments& p) {
     if (p.log_gate) {
 #pragma unroll
@@ -3445,7 +3485,8 @@ struct BackwardLane {
 
   // Publishes every lane's summary, then finds what precedes the lane's steps in the sweep and what
   // follows them. `before` and `after` come in as the state before the sweep and the flow into its
-  // last step. In between a thread walks over all chunks with one word of a state or a flow.
+  // last step. In between a thread walks over the sweep's chunks, kSteps steps each, with one word
+  // of a state or a flow.
   __device__ __forceinline__ void gather(Accum* shared, Accum (&before)[kSummed][kOwned],
                                          Accum (&after)[kSummed][kOwned]) {
     constexpr int kLanes = Traits::kStateLanes;
@@ -3509,7 +3550,7 @@ struct BackwardLane {
     }
   }
 
-  // Of (batch, head) and sweep; a slot belongs to one sequence.
+  // Number of a pair's sweep in buffers. A slot belongs to one sequence.
   __device__ __forceinline__ int64_t block_of(const Arguments& p,
                                               const BackwardLaunch& launch) const {
     const int64_t pair = p.borders == nullptr ? batch * p.H + head : head;
@@ -3529,7 +3570,7 @@ struct BackwardLane {
   }
 };
 
-// What each sweep does to a state and to a gradient, from zero.
+// What each sweep makes of a zero state and of a zero flow, and its product of gates.
 template <class Traits>
 __global__ void __launch_bounds__(kBackwardWarps * 32, 1)
     simt_summarize_sweeps(const __grid_constant__ BackwardArguments<int64_t> p,
@@ -3796,26 +3837,28 @@ __global__ void __launch_bounds__(kBackwardWarps * 32, 1)
 
 // =================================== Tensor-core backward =====================================
 //
-// For large problems. A walk, or the forward before, leaves the states S behind, one before every
-// kCheckpointSteps steps, and a walk back the gradients R that flow into them, one after these; then
-// every such chunk of time is a block of its own. Let a stretch of time have S before it and F =
-// what flows back into its last state from later steps. For one column and a step t of the stretch,
+// For large problems. Every kCheckpointSteps steps, a chunk of four tiles, are a block of their
+// own. It finds two checkpoints: the state S before the chunk, left by the forward or by
+// Walk::kStates, and the flow F into its last state, left by Walk::kStatesBack: the forward's
+// kernel on q and dy in place of k and v, from the last step to the first.
 //
-//   z_t = scale * q_t . S      w_t = k_t . F      e = S . F
+// The block works from the top down: what it knows of a stretch of time gives the same of its two
+// halves, and of a single step this is the gradient. For one column, with S before the stretch and
+// F into its last state, let
 //
-// In a stretch of one step these are all it takes: dv_t = w_t + scale * (q_t . k_t) dy_t, and
-// dgate_t = e + dy_t z_t. They come from those of a stretch twice as long, whose halves have the
-// products of gates g1, g2: with v_s carried to the end of the first half, and dy_t carried back to
-// the beginning of the second half (by the gates from there to t, its own included),
+//   z_t = scale * q_t . S      w_t = k_t . F      e = S . F      (sums over rows)
 //
-//   first half:   z as it was             w_s = g2 w_s + scale * sum_t (q_t . k_s) dy_t
-//                 e = g2 e + sum_t dy_t z_t
-//   second half:  w as it was             z_t = g1 z_t + scale * sum_s (q_t . k_s) v_s
-//                 e = g1 e + sum_s v_s w_s
+// A stretch of one step has dv_t = w_t + P[t, t] dy_t and dgate_t = e + dy_t z_t. Now a stretch of
+// two halves with products of gates g1, g2. Let v_s be carried to the end of the first half, and
+// dy_t back to the beginning of the second. With sums over the other half, and z, w and e on the
+// right those of the whole,
 //
-// where the sums are over the other half, with z and w as they were. Never a quotient. The four
-// tiles of a chunk follow from it in the same way, one after the other. The gradients of q and k
-// are sums over columns,
+//   first half:   z_s stays      w_s = g2 w_s + sum_t P[t, s] dy_t      e = g2 e + sum_t dy_t z_t
+//   second half:  w_t stays      z_t = g1 z_t + sum_s P[t, s] v_s       e = g1 e + sum_s v_s w_s
+//
+// So each level is a product with P, masked to it, and with its transpose: the forward's levels,
+// the longest first. From a chunk to its tiles it goes in the same way, one other tile after the
+// other. The gradients of q and k are sums over columns,
 //
 //   dq = scale * (dy carried back to the chunk's beginning) S^T + M k
 //   dk =         (v carried to the chunk's end) F^T             + M^T q
@@ -3855,16 +3898,15 @@ struct GradientTraits {
   using SideGate = SharedTile<Gate, 64, 16>;
   using Square = SharedTile<Element, kSteps, kSteps>;
   // Shared memory: q, k, v and dy, of which v and dy become operands of dk and dq, and q and k make
-  // room for the results; the gate; P; what the warps tell each other of 16 columns; sums of M
-  // between tiles; where results turn from columns to rows, unless there is other room for them;
-  // numbers of each column, twice. At the end M takes the place of what the warps told each other,
-  // or of P too.
+  // room for the results; the gate; P; sides, what the warps tell each other of 16 columns; sums of
+  // M between tiles; staging, where dgate turns from columns to rows unless sides have room for it;
+  // numbers of each column, twice. At the end M takes the place of sides, or of P too.
   static constexpr bool kStages = sizeof(Gate) > sizeof(Element);
   static constexpr int kBlocksOfP = kTiles * (kTiles + 1) / 2;
   static constexpr int kBlocksOfM = kBlocksOfP - kTiles;
   static constexpr int kProductBytes = 16 * 16 * sizeof(Element);
   static constexpr int kSumBytes = 16 * 16 * sizeof(float);
-  static constexpr int kNumbers = 7 * kTiles;  // of a column
+  static constexpr int kNumbers = 7 * kTiles;  // of a column: kDecay to kForLater below
   static constexpr int kNumberBytes = kNumbers * 16 * sizeof(float);
   static constexpr int kOperand = RowTile::kPanelBytes;
   static constexpr int kSides = SideTile::kPanelBytes;
@@ -3887,8 +3929,8 @@ struct GradientTraits {
 struct GradientLaunch {
   unsigned chunks = 1;  // of time, for each (batch, head)
   float scale = 1;
-  const void* states = nullptr;  // checkpoints
-  const void* flows = nullptr;
+  const void* states = nullptr;  // checkpoints of S
+  const void* flows = nullptr;   // and of F
 };
 
 // Tiles as operands, for RowFragments.
@@ -3938,7 +3980,7 @@ struct StateBlock {
   }
 };
 
-// Sums that go on outside the tensor core for float32, which truncates.
+// c += a b as multiply_8 and multiply_16; float32 sums join c outside the tensor core.
 template <typename Element>
 __device__ __forceinline__ void add_8(float (&c)[4], const Operand<Element>& a0,
                                       const Operand<Element>& a1, const Operand<Element>& b) {
@@ -3976,7 +4018,7 @@ __device__ __forceinline__ Operand<Element> scaled(const Operand<Element>& x, fl
   return make_operand<Element>(pair.x * factor.x, pair.y * factor.y);
 }
 
-// Eight numbers of a lane: [s][h][e] is step 4 quad + 2 s + e of column group + 8 h.
+// Eight numbers [s][h][e] of a lane.
 struct LaneTile {
   float at[2][2][2];
 
@@ -4005,7 +4047,7 @@ struct LaneTile {
   }
 };
 
-// The same numbers in as few registers as hold them, once they have been Elements.
+// A LaneTile of numbers that were Elements in memory, packed as such to save registers.
 template <typename Element>
 struct KeptTile {
   uint32_t words[sizeof(Element) * 2];
@@ -4053,7 +4095,7 @@ __device__ __forceinline__ float sum_over_steps(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// A tile's part of M, as right products have it: [n] has slots 8 n ... 8 n + 7 as columns s.
+// A tile's own 16 x 16 block of M as accumulators: rows are slots of t, at[n] slots 8 n ... of s.
 template <typename Element>
 struct LevelSums {
   float at[2][4];
@@ -4137,8 +4179,8 @@ struct GradientTile {
     return dy_back.times(factor);
   }
 
-  // From the tile's z, w and e to those of a lane's four steps; m takes in its part of the tile's own
-  // block of M, without scale.
+  // From the tile's z, w and e to those of a lane's four steps, by levels 16 and 8; m takes in
+  // these levels of the tile's block of M, without scale.
   __device__ __forceinline__ void descend(float (&z)[2][4], float (&w)[2][4], float (&e)[2],
                                           LevelSums<Element>& m, const Products<Element>& p) const {
     uint32_t lane = threadIdx.x % 32;
@@ -4187,7 +4229,8 @@ struct GradientTile {
     return threadIdx.x / 2 % 2 == 1 ? 1.0f : other_sixteen[h];
   }
 
-  // e of the lane's half, and the gates of the other half before z and w.
+  // What a level does without P: e of the lane's half, and g1 z or g2 w. `second`: the lane's half
+  // is the second; `other`: the other half's product of gates.
   static __device__ __forceinline__ void split(float (&e)[2], float (&z)[2][4], float (&w)[2][4],
                                                const LaneTile& v_here, const LaneTile& dy_here,
                                                bool second, int distance, const float (&other)[2]) {
@@ -4226,8 +4269,8 @@ struct GradientTile {
   }
 };
 
-// From z, w and e of a lane's four steps to those of each; z and w become the gradients of the gate
-// and of v.
+// From z, w and e of a lane's four steps to those of each, by levels 4 and 2; in the end z and w
+// are the gradients of the gate and of v.
 template <typename Element>
 __device__ __forceinline__ void descend_in_lane(float (&z)[2][4], float (&w)[2][4], float (&e)[2],
                                                 LevelSums<Element>& m, const Products<Element>& p,
@@ -4339,7 +4382,6 @@ __device__ __forceinline__ void copy_tile_out(T* out, int64_t stride, int steps,
   }
 }
 
-// Two neighbours of a row.
 template <typename Element, class Tile>
 __device__ __forceinline__ void store_pair(uint32_t tile, int slot, int channel, float first,
                                            float second) {
@@ -4540,7 +4582,6 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
     return shared + Traits::kOfSums + block * Traits::kSumBytes + lane * 16;
   };
   const int step = 16 * tile;
-  // Bits of the lane's four steps at which a packed sequence starts.
   const auto starts_of_lane = [&]() -> uint32_t {
     if (p.starts == nullptr || step >= steps) return 0;
     return starts_from(p.starts, start + step) >> 4 * quad & 15;
@@ -4561,14 +4602,14 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
     const Rows rows(lane_now);
     const RowFragments<OperandTile<Element, SideTile>> sides(lane_now);
     const ColumnFragments<Element, SideTile> own_side(16 * tile, lane_now);
-    // Numbers of the columns: what tiles tell each other.
+    // What tiles tell each other of each column: numbers at these places.
     const uint32_t numbers =
         shared + Traits::kOfNumbers + (turn % 2 * kGroups + column_group) * Traits::kNumberBytes;
     const uint32_t own_numbers = numbers + group * 8;
     constexpr int kDecay = 0;              // of each tile
     constexpr int kForFirst = kTiles;      // of each tile: what it adds to e of those before it
     constexpr int kOfState = 2 * kTiles;   // e of the chunk, in parts
-    constexpr int kForLater = 3 * kTiles;  // of each pair of tiles
+    constexpr int kForLater = 3 * kTiles;  // of two tiles: what the first adds to e of the second
     // Of columns group and group + 8.
     const auto read_numbers = [&](int number) {
       return load_shared<float2>(own_numbers + number * 64);
@@ -4577,7 +4618,6 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
       if (quad == 0) store_shared(own_numbers + number * 64, make_float2(values[0], values[1]));
     };
 
-    // The tile's part of v, dy and the gate.
     const auto load_gates = [&](float (&gates)[2][2][2]) {
       Operand<Gate> unused[4];
       const ColumnFragments<Gate, typename Traits::GateTile> own_gate(16 * columns, lane_now);
@@ -4731,7 +4771,7 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
 
     // ---- From the tile's to each step's; operands of dq and dk.
     if (exists) {
-      // e of the tile, from the chunk's: without the tiles after it, and then without those before it.
+      // e of the tile, from the chunk's: without the tiles after it, then without those before it.
       float before[2] = {1, 1};
       float after[2] = {1, 1};
       float e[2] = {0, 0};
@@ -4968,12 +5008,13 @@ __global__ void __launch_bounds__(Traits::kThreads, std::min(Traits::kBlocks, kM
 
 // ======================================= Decode step ==========================================
 //
-// One step of time is bound by memory: the state is read and written once, everything else is tiny.
-// A block owns kColumnLanes packs of 16 bytes of one (batch, head)'s columns and all its rows; a
-// thread starts the loads of kRows rows, and of all else that it needs, before it waits for anything.
-// That is why the types of the operands are template parameters: a load that is converted in a branch
-// of its own is waited for in that branch. The sum over rows runs over a thread's own, then the
-// warp's row lanes by shuffles, then the warps in shared memory.
+// One step of time for each of many sequences, in place: S[i, j] = gate[j] S[i, j] + k[i] v[j],
+// then y[j] = scale * sum_i q[i] S[i, j]. It is bound by memory: the state is read and written
+// once, everything else is tiny. A block owns kColumnLanes packs of 16 bytes of one (batch, head)'s
+// columns and all its rows. A thread starts the loads of kRows rows, and of all else that it needs,
+// before it waits for anything. That is why the operands' types are template parameters: a load
+// that is converted in a branch of its own is waited for there. The sum over rows runs over a
+// thread's own, then the warp's row lanes by shuffles, then the warps in shared memory.
 
 constexpr int kStepThreads = 256;
 
@@ -4987,7 +5028,7 @@ struct StepTraits {
   using Accum = std::conditional_t<sizeof(State) == 8, double, float>;
   static constexpr int kColumnLanes = kColumnLanes_;
   static constexpr int kHeld = kHeld_;          // rows of the state that a block holds at once
-  static constexpr int kBlocks = kBlocks_;      // that shall fit on a multiprocessor
+  static constexpr int kBlocks = kBlocks_;      // that shall fit on a multiprocessor; 0: any state
   static constexpr bool kPacked = kBlocks > 0;  // rows of the state consist of whole aligned packs
   static constexpr int kPack = 16 / sizeof(State);
   static constexpr int kTile = kColumnLanes * kPack;
@@ -4997,7 +5038,7 @@ struct StepTraits {
   static_assert(2 * kHeld <= kStepThreads, "a thread reads one number of q or k");
 };
 
-// Which row of the pool belongs to a batch; -1 for none.
+// Which row of the pool belongs to a batch; negative for none.
 __device__ __forceinline__ int64_t pool_row(const StepParams& p, int64_t batch) {
   if (p.indices == nullptr) return batch;
   const int64_t at = batch * p.index_stride;
@@ -5020,8 +5061,8 @@ __device__ __forceinline__ void store_once(void* to, const T& from) {
   __stcs(static_cast<uint4*>(to), bytes);
 }
 
-// Addresses are made twice, for loads and for stores: registers are worth more, for more blocks on a
-// multiprocessor.
+// Addresses are made twice, for loads and for stores: that saves registers, so that more blocks fit
+// on a multiprocessor.
 template <class Traits>
 __global__ void __launch_bounds__(kStepThreads, Traits::kPacked ? Traits::kBlocks : 1)
     decode_step(const __grid_constant__ StepParams p, int64_t first_head, int64_t first_batch) {
@@ -5153,6 +5194,9 @@ __global__ void __launch_bounds__(kStepThreads, Traits::kPacked ? Traits::kBlock
 }
 
 // ====================================== Launching =============================================
+//
+// The rules that choose: worth_tensor_cores for the forward, worth_tensor_gradients for the
+// backward, launch_tile and launch_step for tiles. "Processors" are multiprocessors.
 
 constexpr int64_t kMaxGridX = INT32_MAX;
 constexpr int64_t kMaxGridYZ = 65535;
@@ -5196,7 +5240,6 @@ Params skip(Params p, int64_t batch, int64_t head, int64_t column) {
   return p;
 }
 
-// The part of a problem that has `rows` rows of the state from `row` on.
 Params slice_rows(Params p, int64_t row, int64_t rows) {
   const int element = size_of(p.dtype);
   const int accum = p.dtype == Dtype::kFloat64 ? 8 : 4;
@@ -5263,6 +5306,7 @@ bool fits_index(const View<int64_t>& view) {
          view.stride[2] <= INT32_MAX && view.stride[3] <= INT32_MAX;
 }
 
+// T stays below INT32_MAX by more than a sweep, so that steps beyond the end don't overflow.
 template <class Traits>
 bool takes(const Params& p) {
   if constexpr (!Traits::kPacked) {
@@ -5280,6 +5324,7 @@ bool takes(const Params& p) {
   }
 }
 
+// Blocks get more warps while there is time for them, and at most max_warps in all.
 template <class Traits>
 cudaError_t launch_simt(const Params& p, Slice slice, int64_t max_warps, cudaStream_t stream) {
   const int64_t tiles = (p.V + Traits::kTileColumns - 1) / Traits::kTileColumns;
@@ -5318,14 +5363,9 @@ Params with_sequences_as_batches(Params p) {
 }
 
 // Narrow tiles cut a head's columns over many blocks and read q and k again in each; wide tiles
-// read them less often. Which is faster turns on the number of state elements, and each gains from
-// more warps along time until the machine is full. Measured on an H200 (132 processors), float32,
-// us in a graph, best number of warps:
-//
-//   B*H, T, K = V     64, 512, 16   512, 64, 16   8, 512, 32   64, 512, 32   512, 512, 32
-//   state elements          16 k         131 k          8 k          65 k          524 k
-//   narrow                 10.3           8.1          8.5          23.8            254
-//   wide                   15.3           6.9         32.4          32.8            174
+// read them less often. Which is faster turns on the number of state elements. Measured on an H200
+// (132 processors), float32, us in a graph with the best number of warps, narrow / wide, by state
+// elements: 8 k 8.5 / 32.4; 16 k 10.3 / 15.3; 65 k 23.8 / 32.8; 131 k 8.1 / 6.9; 524 k 254 / 174.
 template <class Narrow, class Wide, class General>
 cudaError_t launch_tile(const Params& p, Slice slice, int64_t processors, cudaStream_t stream) {
   const bool few_elements = p.B * p.H * p.K * p.V <= 1024 * processors;
@@ -5376,7 +5416,7 @@ struct DoubleTraits {
   }
 };
 
-// ---- Tensor cores.
+// ---- Forward on tensor cores.
 
 // Can an operand be copied in chunks of 16 bytes?
 bool moves_in_chunks(const View<int64_t>& view, const Params& p, int element_size) {
@@ -5427,7 +5467,7 @@ struct Device {
   }
 };
 
-// How the tensor-core kernel would be launched; segments is 0 if it can't be or shouldn't.
+// How time would be cut; segments is 0 if the tensor-core kernel can't or shouldn't run.
 struct TensorPlan {
   int64_t segments = 0;
   int64_t segment_steps = 0;
@@ -5438,8 +5478,8 @@ constexpr int kMostStages = 6;
 constexpr int kMostKeptRows =
     128;  // of states that a forward leaves; larger ones take too much memory
 
-// As many as leave room for kBlocks blocks on a multiprocessor, or for fewer if they would be too few.
-// Asynchronous copies and these products want compute capability 8.0.
+// Chunks in shared memory: as many as leave room for kBlocks blocks on a multiprocessor, of each of
+// which the system takes 1 KiB; or for fewer blocks. Copies and products want capability 8.0.
 template <class Traits>
 int tensor_stages(const Device& device) {
   int stages = 0;
@@ -5501,8 +5541,8 @@ TensorPlan plan_tiles(const Params& p, const Device& device) {
     if (blocks * plan.segments > kMaxGridX) plan.segments = 0;
     return plan;
   }
-  // A segment's steps are read twice, so two segments gain little; fewer of them where sequences
-  // start within.
+  // A segment's steps are read twice, so two segments gain little. Where sequences start within,
+  // the first reading is shorter, and more segments are worth it.
   const int64_t room = (p.starts != nullptr ? Traits::kBlocks : 1) * device.processors;
   if (3 * blocks <= room) {
     plan.segments = std::max<int64_t>(1, std::min(room / blocks, p.T / 256));
@@ -5678,8 +5718,8 @@ struct GradientKernels {
   static constexpr bool kFloat = std::is_same_v<Element, float>;
   template <int kChannels, int kGroups, int kBlocks>
   using Tile = GradientTraits<Element, Gate, kChannels, kGroups, kBlocks>;
-  // float32 wants registers for its parts; float32 gates too, and shared memory besides. Measured on an
-  // H200, us of the kernel, by groups of warps and blocks, bfloat16: (8, 2048, 16, 32) 2, 2: 136;
+  // float32 wants registers for its parts; float32 gates too, and shared memory besides. Measured
+  // on an H200, us of the kernel by kGroups, kBlocks, bfloat16: (8, 2048, 16, 32) 2, 2: 136;
   // 2, 3: 123; 1, 4: 108. (8, 2048, 16, 64) 2, 2: 234; 1, 3: 232. (8, 2048, 16, 128) 2, 2: 510;
   // 1, 2: 599. (4, 4096, 16, 256) 2, 1: 2011; 1, 1: 3270. float32, (8, 2048, 16, 128) 2, 1: 1890;
   // 1, 1: 2732.
@@ -5742,7 +5782,7 @@ bool gradients_fit(const Params& p, const Device& device) {
   }
 }
 
-// The problem whose states are the gradients that flow back. Without grads, as far as its plan asks.
+// The problem of Walk::kStatesBack, whose states are flows. Without grads, enough for its plan.
 Params flowing_back(const Params& p, const Gradients* grads) {
   Params back = p;
   back.k = p.q;
@@ -5755,8 +5795,8 @@ Params flowing_back(const Params& p, const Gradients* grads) {
   return back;
 }
 
-// Two launches at least stand against one or two: SIMT kernels take about 13 ps for a step of a
-// state's element on an H200, and 100 us for this many. An estimate.
+// An estimate: SIMT kernels take about 13 ps for a step of a state's element on an H200, so 100 us
+// for this many. Below that the tensor cores' walks and their launches don't pay.
 bool worth_tensor_gradients(const Params& p) {
   if (p.borders != nullptr) return false;  // with states packed sequences take SIMT kernels so far
   if (chosen_kernels != Kernels::kByRule) return chosen_kernels == Kernels::kTensorCores;
@@ -5857,14 +5897,13 @@ BackwardArguments<Index> backward_arguments(const Params& p, const Gradients& gr
   return to;
 }
 
-// The part of a problem that owns or sums `count` columns from `column` on.
 Params slice_columns(Params p, int64_t column, int64_t count) {
   p = skip(p, 0, 0, column);
   p.V = count;
   return p;
 }
 
-// Steps of a sweep: what the kernels' eight warps can hold.
+// Steps of a sweep: what kBackwardWarps warps can hold.
 int64_t backward_sweep_steps(const Params& p) {
   int64_t longest = 64;
   if (p.dtype == Dtype::kFloat64) longest = 32;
@@ -5890,7 +5929,6 @@ int backward_warps(int64_t sweep_steps) {
   return static_cast<int>(sweep_steps / (Traits::kTimeGroups * Traits::kSteps));
 }
 
-// Bytes of shared memory of a block.
 template <class Traits>
 int backward_shared(int warps) {
   const int words = warps * Traits::kTimeGroups * Traits::kWords * Traits::kStateLanes;
@@ -5949,7 +5987,7 @@ struct BackwardKernels {
   using Tile64 = BackwardTraits<Accum, kOwn, false, 16, 4, 1, 1, kSteps>;
   template <Own kOwn>
   using Tile128 = BackwardTraits<Accum, kOwn, false, 32, 4, 1, 1, kSteps>;
-  // At B * H = 8 and K = V = 24 the small kernel is 96 blocks, one for each of 132 processors.
+  // At B * H = 8 and K = V = 24 these are 96 blocks, fewer than an H200's 132 processors.
   template <Own kOwn>
   using Small24 = BackwardTraits<float, kOwn, true, 8, 3, 2, 2, 8>;
   template <Own kOwn>
@@ -6062,10 +6100,10 @@ cudaError_t launch_step_tiles(const StepParams& p, cudaStream_t stream) {
   return cudaSuccess;
 }
 
-// Wide tiles read long pieces of memory; narrow ones bring few heads to more processors. Measured on an
-// H200, bfloat16 beside a float32 state, us in a graph: (64, 16, 128, 128) with two blocks on a
-// multiprocessor 35.2, with three 36.5; (64, 16, 64, 64), where half of a block's loads have no row,
-// 12.7 and 11.4; (1, 16, 128, 128) in tiles of 16, 32 and 64 columns 2.5, 2.4 and 2.8.
+// Wide tiles read long pieces of memory; narrow ones bring few heads to more processors. Measured
+// on an H200, bfloat16 beside a float32 state, us in a graph: (64, 16, 128, 128) with two blocks on
+// a multiprocessor 35.2, with three 36.5; (64, 16, 64, 64), where half of a block's loads have no
+// row, 12.7 and 11.4; (1, 16, 128, 128) in tiles of 16, 32 and 64 columns 2.5, 2.4 and 2.8.
 template <typename State, typename Stored, typename StoredGate>
 cudaError_t launch_step(const StepParams& p, int processors, cudaStream_t stream) {
   constexpr int kPack = 16 / sizeof(State);
@@ -6096,7 +6134,7 @@ cudaError_t launch_step_of_half(const StepParams& p, int processors, cudaStream_
   return launch_step<State, uint16_t, float>(p, processors, stream);
 }
 
-// Where the backward's temporaries lie in its scratch memory, in elements of the state's type.
+// Where the SIMT backward's temporaries lie in its scratch memory, in elements of the state's type.
 struct BackwardScratch {
   int64_t states, flows, decays, columns[2], rows[2], total;
 
@@ -6118,8 +6156,9 @@ struct BackwardScratch {
 
 }  // namespace
 
-// ---- The ways in. This source compiles in one piece or, to save time, as several objects, each with
-// GATED_DELTA_PART set to one of these numbers.
+// ---- The ways in. This source compiles in one piece or, to save time, as objects, each with
+// GATED_DELTA_PART set to a number: 1 has the SIMT forward, marks and the decode step, 2 to 4 the
+// tensor-core forward for a dtype each, 5 the SIMT backward, 6 to 8 the tensor-core backward.
 
 #ifndef GATED_DELTA_PART
 #define GATED_DELTA_IN_PART(number) 1
@@ -6127,8 +6166,8 @@ struct BackwardScratch {
 #define GATED_DELTA_IN_PART(number) (GATED_DELTA_PART == number)
 #endif
 
-// Each for one dtype of q: the forward, which leaves p.states if it isn't null, and without p.y nothing
-// else; and the backward.
+// For one dtype of q each. The forward also leaves checkpoints in p.states if it isn't null, and
+// without p.y nothing but these. The backward takes them from there, or from scratch.
 cudaError_t launch_tensor_float16(const Params& p, cudaStream_t stream);
 cudaError_t launch_tensor_bfloat16(const Params& p, cudaStream_t stream);
 cudaError_t launch_tensor_float32(const Params& p, cudaStream_t stream);
@@ -6150,14 +6189,14 @@ int64_t marks_bytes(const Params& p) {
   return (p.sequences + 1) * 8 + (p.T + 31) / 32 * 4;
 }
 
-// Makes p.sequences sequences, packed along T with the given offsets, known to the kernels: first of
-// all launches, forward or `back`. `states`: somebody has or wants them, or their gradients.
+// Makes packed sequences known to the kernels in one of their two forms: the first of a call's
+// launches, forward or `back`. `states`: the call has or wants states, or their gradients.
 cudaError_t launch_marks(Params& p, const void* offsets, int64_t stride, bool is_long, bool back,
                          bool states, void* memory, cudaStream_t stream) {
   int64_t* const borders = static_cast<int64_t*>(memory);
   uint32_t* starts = reinterpret_cast<uint32_t*>(borders + p.sequences + 1);
   // Without states sequences can run as one row, and no block's work depends on their lengths. Only
-  // SIMT kernels that find long sequences do better with each for itself.
+  // SIMT kernels with long sequences, 128 steps on average, do better with each for itself.
   const auto on_tensor_cores = [&] {
     return back ? takes_tensor_gradients(p) : takes_tensor_cores(p);
   };
@@ -6177,7 +6216,7 @@ cudaError_t launch_marks(Params& p, const void* offsets, int64_t stride, bool is
   return cudaGetLastError();
 }
 
-// Zeros in outputs at steps that are nobody's: last of all launches. With gradients, in those.
+// Zeros in y, or in the gradients if there are any, at steps that are nobody's: the last launch.
 cudaError_t launch_tails(const Params& p, const Gradients* grads, cudaStream_t stream) {
   Tails tails;
   int count = 0;
@@ -6205,7 +6244,6 @@ cudaError_t launch_tails(const Params& p, const Gradients* grads, cudaStream_t s
 
 Kernels chosen_kernels = Kernels::kByRule;
 
-// Would the forward run on tensor cores?
 bool takes_tensor_cores(const Params& p) {
   Device device;
   return device.read() == cudaSuccess && plan_tensor(p, device).segments > 0;
@@ -6224,14 +6262,14 @@ int64_t forward_scratch_bytes(const Params& p) {
   return segment_bytes(p, plan_tensor(p, device));
 }
 
-// Whether launch_forward needs p.partial on the current device: where SIMT kernels take K in slices.
+// Does launch_forward need p.partial on the current device? Where SIMT kernels take K in slices.
 bool forward_needs_partial(const Params& p) {
   if (p.K <= max_rows(p.dtype)) return false;
   Device device;
   return device.read() != cudaSuccess || plan_tensor(p, device).segments == 0;
 }
 
-// Runs the forward operator on the current device. Nothing in `p` may be empty except K; T >= 1.
+// Runs the forward operator on the current device. Nothing in `p` may be empty but K; T >= 1.
 cudaError_t launch_forward(const Params& p, cudaStream_t stream) {
   Device device;
   cudaError_t error = device.read();
@@ -6315,7 +6353,6 @@ int64_t gradient_scratch_bytes(const Params& p) {
 
 }  // namespace
 
-// Would the backward run on tensor cores?
 bool takes_tensor_gradients(const Params& p) {
   return gradient_scratch_bytes(p) > 0;
 }
@@ -6327,8 +6364,8 @@ int64_t backward_scratch_bytes(const Params& p) {
   return BackwardScratch(p).total * (p.dtype == Dtype::kFloat64 ? 8 : 4);
 }
 
-// Bytes of p.states that the forward should leave for the backward: where both run on tensor cores, and
-// states every 64 steps are at most half as large as q, k, v and the gate.
+// Bytes of p.states that the forward should leave for the backward: where both run on tensor cores,
+// and the checkpoints are at most half as large as q, k, v and the gate.
 int64_t kept_state_bytes(const Params& p) {
   Device device;
   const int64_t gates = p.gate.stride[3] == 0 ? 1 : p.V;
@@ -6342,23 +6379,23 @@ int64_t kept_state_bytes(const Params& p) {
   return GradientScratch(p, device).state_bytes;
 }
 
-// The dtype in which it writes the gate's gradient.
+// The dtype in which the backward writes the gate's gradient.
 Dtype gate_gradient_dtype(const Params& p) {
   if (takes_tensor_gradients(p)) return p.gate_dtype;
   return p.dtype == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32;
 }
 
-// Does it want this dy as a contiguous copy? Of zeros, where there is none.
+// Does the backward want this dy as a contiguous copy? Of zeros, where there is none.
 bool backward_wants_copy(const Params& p, const View<int64_t>& dy) {
   if (!takes_tensor_gradients(p)) return false;
   return dy.data == nullptr || !moves_in_chunks(dy, p, size_of(p.dtype));
 }
 
-// Computes the gradients that `grads` has a place for. Nothing may be empty.
+// Computes the gradients that `wanted` has a place for. Nothing may be empty.
 cudaError_t launch_backward(const Params& p, const Gradients& wanted, void* scratch,
                             cudaStream_t stream) {
   if (takes_tensor_gradients(p)) {
-    // States first, unless the forward left them, from where its kernels are.
+    // States first, unless the forward left them: its kernels are in other parts of this source.
     Device device;
     cudaError_t error = device.read();
     if (error == cudaSuccess && p.states == nullptr) {
@@ -6443,7 +6480,8 @@ cudaError_t launch_gradients_float32(const Params& p, const Gradients& grads, vo
 """
 
 CPP_SOURCE = SHARED_SOURCE + r"""
-// This source compiles in one piece or, to save time, as objects with GATED_DELTA_PART 1, 2 and 3.
+// This source compiles in one piece or, to save time, as objects with GATED_DELTA_PART set to 2,
+// the CPU kernel, 1, the torch side, and 3, the short way from Python: they come in this order.
 #ifndef GATED_DELTA_PART
 #define GATED_DELTA_IN_PART(number) 1
 #else
@@ -6486,7 +6524,8 @@ namespace {
 // A work item is one (batch, head) and a tile of its columns, as wide as one vector. It walks over
 // chunks of time: the chunk's operands are gathered into plain buffers of the state's type,
 // whatever their dtype and strides, and `Advance` runs the recurrence on them, four steps for every
-// load and store of the state.
+// load and store of the state. Backward an item has all columns, one tile after the other: it keeps
+// the state before each chunk, then walks back, and `Retreat` makes a chunk's states again.
 
 constexpr int64_t kChunkSteps = 32;
 constexpr int64_t kUnrolledSteps = 4;
@@ -6559,7 +6598,7 @@ struct Advance {
   }
 };
 
-// The chunk backward: with R_t = scale * q_t dy_t^T + flow, flow = R_{t+1} diag(gate_{t+1}),
+// One chunk backward, with R_t = scale * q_t dy_t^T + flow and flow = R_{t+1} diag(gate_{t+1}):
 //   dq_t = scale * S_t dy_t    dk_t = R_t v_t    dv_t = R_t^T k_t    dgate_t[j] = sum_i S_{t-1} R_t
 template <typename Accum>
 struct Retreat {
@@ -6826,12 +6865,11 @@ class Walker {
   Accum y_[kChunkSteps * kColumns];
 };
 
-// Forward without `grads`, backward with them.
 template <typename Element, typename Gate, typename Accum>
 void run_on_cpu(const Params& p, const Gradients* grads) {
   constexpr int64_t kColumns = Chunk<Accum>::kColumns;
   const int64_t tiles = grads != nullptr ? 1 : (p.V + kColumns - 1) / kColumns;
-  // A thread is worth waking for some 50 us of work.
+  // A thread is worth waking for some 50 us of work. Backward, a row takes about 8 times as long.
   const int64_t steps = p.borders == nullptr ? p.T : p.borders[p.B] / p.B;
   const int64_t item = steps * p.K * (grads != nullptr ? (p.V + kColumns - 1) / kColumns * 8 : 1);
   const int64_t grain = std::max<int64_t>(1, 65536 / std::max<int64_t>(1, item));
@@ -7014,6 +7052,7 @@ struct Inputs {
   const std::optional<Tensor>& cu_seqlens;
 };
 
+// May a call on tensors with these keys leave torch's dispatcher out?
 bool plain(c10::DispatchKeySet keys);
 
 struct StepInputs {
@@ -7030,8 +7069,8 @@ struct StepInputs {
 // Updates the state and returns y; raises where a gradient is asked for.
 Tensor call_step(const StepInputs& in);
 
-// Returns y and the final state, which is an undefined tensor when it isn't asked for; on autograd's
-// record if `records`.
+// Returns y and the final state, which is an undefined tensor when it isn't asked for; on
+// autograd's record if `records`.
 std::pair<Tensor, Tensor> call_operator(const Inputs& in, bool records);
 
 }  // namespace gated_delta
@@ -7148,13 +7187,13 @@ bool is_half(Dtype dtype) {
   return dtype == Dtype::kFloat16 || dtype == Dtype::kBFloat16;
 }
 
-// What whole calls and decode steps check alike: q, k, v and the gate. `axes` come before the heads:
-// (B, T) or (B).
+// What whole calls and decode steps check alike: q, k, v and the gate. `axes`: how many come before
+// the heads, (B, T) or (B).
 template <class Problem>
 void describe_operands(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v,
                        const Tensor& gate, int64_t axes) {
   const int64_t dims = axes + 2;
-  // Of messages; a call that is right puts no strings together.
+  // For messages: a call that is right puts no strings together.
   const auto shape = [&] { return std::string(axes == 2 ? "(B, T, H, " : "(B, H, "); };
   const auto lead = [&] { return std::to_string(dims) + " dimensions " + shape(); };
   p.dtype = dtype_of(q, "q");
@@ -7348,7 +7387,6 @@ Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device) 
   return at::detail::empty_cpu(sizes, dtype);
 }
 
-// Makes a tensor's device the current one.
 class OnDevice {
  public:
   explicit OnDevice(at::Device device) {
@@ -7515,7 +7553,6 @@ Tensor step_operator(const Tensor& q, const Tensor& k, const Tensor& v, const Te
 
 using Needed = std::array<bool, 5>;  // the gradients of q, k, v, gate and initial_state
 
-// Checks a gradient that comes in and returns its description.
 View<int64_t> describe_gradient(const std::optional<Tensor>& tensor, const char* name,
                                 at::IntArrayRef shape, at::ScalarType dtype, const Tensor& q) {
   View<int64_t> view;
@@ -7529,8 +7566,8 @@ View<int64_t> describe_gradient(const std::optional<Tensor>& tensor, const char*
   return view;
 }
 
-// Returns the needed gradients; the others are undefined tensors. `states`: what the forward left, or
-// undefined.
+// Returns the needed gradients; the others are undefined tensors. `states`: what the forward left,
+// or undefined.
 std::array<Tensor, 5> backward(const Inputs& in, const std::optional<Tensor>& dy,
                                const std::optional<Tensor>& dfinal_state, const Needed& needed,
                                const Tensor& states = {}) {
@@ -7666,8 +7703,11 @@ const auto& registered_step() {
 }
 
 // ========================================= Autograd ===========================================
+//
+// ForwardFunction records a call that came through the dispatcher, StraightNode one that did not.
+// Forward-mode tangents and gradients of gradients are refused.
 
-// Likewise for a whole backward, which no profiler watches either. Undefined tensors have no stake.
+// May a backward on these tensors leave dispatcher and profilers out? Undefined ones don't count.
 bool goes_straight(std::initializer_list<const Tensor*> tensors) {
   c10::DispatchKeySet keys;
   for (const Tensor* each : tensors) {
@@ -7683,8 +7723,8 @@ void refuse_tangent(const Tensor& tensor, const char* name) {
                                            "is not supported; use reverse mode");
 }
 
-// Its forward keeps the inputs and nothing else; the backward computes the states again. StraightNode
-// below keeps states as well.
+// Its forward keeps the inputs and nothing else; the backward computes the states again.
+// StraightNode below keeps states as well.
 class ForwardFunction : public torch::autograd::Function<ForwardFunction> {
  public:
   static torch::autograd::variable_list forward(
@@ -7761,9 +7801,8 @@ class ForwardFunction : public torch::autograd::Function<ForwardFunction> {
   }
 };
 
-// The same entry in autograd's record as ForwardFunction::apply makes, for calls that go straight:
-// torch's way there describes every operand, searches sets for outputs that are inputs, and puts
-// its own name together, in vain.
+// The entry that ForwardFunction::apply makes in autograd's record, in less time: torch's way there
+// describes every operand, searches sets for outputs that are inputs, and makes its own name anew.
 class StraightNode : public torch::autograd::CppNode<ForwardFunction> {
  public:
   // Older torch counts a node's owners in a std::shared_ptr, newer in the node.
@@ -7792,7 +7831,7 @@ class StraightNode : public torch::autograd::CppNode<ForwardFunction> {
     {
       at::AutoDispatchBelowADInplaceOrView below_autograd;
       at::AutoGradMode no_grad(false);
-      // Who has hooks on what is kept, as checkpointing has, wants the same kept on every way here, and
+      // Hooks on what is kept, such as checkpointing's, want the same kept on every way here, and
       // not more than needed.
       const bool hooked = !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
       outputs = gated_delta::forward(in, hooked ? nullptr : &states);
@@ -7896,6 +7935,7 @@ Tensor step_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   return registered_step().call(q, k, v, gate, state, state_indices, scale, log_gate);
 }
 
+// Under autocast float32 q, k and v take the cheap type; gate and states stay as they are.
 Tensor step_autocast(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gate,
                      const Tensor& state, const std::optional<Tensor>& state_indices, double scale,
                      bool log_gate) {
@@ -7910,7 +7950,6 @@ Tensor step_autocast(const Tensor& q, const Tensor& k, const Tensor& v, const Te
                                 log_gate);
 }
 
-// Under autocast float32 q, k and v take the cheap type; gate and states stay as they are.
 std::tuple<Tensor, Tensor> forward_autocast(const Tensor& q, const Tensor& k, const Tensor& v,
                                             const Tensor& gate,
                                             const std::optional<Tensor>& initial_state,
@@ -7926,6 +7965,8 @@ std::tuple<Tensor, Tensor> forward_autocast(const Tensor& q, const Tensor& k, co
   return registered_forward().call(cast(q), cast(k), cast(v), gate, initial_state, scale,
                                    output_final_state, log_gate, cu_seqlens);
 }
+
+// ---- Registration.
 
 GATED_DELTA_LIBRARY(TORCH_EXTENSION_NAME, m) {
   m.def(
@@ -7971,9 +8012,8 @@ GATED_DELTA_LIBRARY_IMPL(TORCH_EXTENSION_NAME, AutocastCUDA, m) {
 
 }  // namespace
 
-// Would the dispatcher lead straight to a kernel of ours, past at most autograd, for tensors that
-// have these keys together? No tracing, autocast, functorch transform, dispatch mode or subclass
-// has a stake in them.
+// Where the dispatcher would lead straight to a kernel of ours, past at most autograd: no tracing,
+// autocast, functorch transform, dispatch mode or subclass has a stake in the call.
 bool plain(c10::DispatchKeySet keys) {
   using c10::DispatchKey;
   const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
@@ -8008,10 +8048,10 @@ namespace {
 
 // =================================== The short way from Python ================================
 //
-// A small problem takes the GPU 3 us, the road through torch.ops and the dispatcher twice that.
+// A small problem takes the GPU 3 us, the way through torch.ops and the dispatcher twice that.
 // `call` goes straight to `forward`, or to StraightNode, which records it, when nothing between has
-// a stake in the call: plain tensors, no tracing, autocast, functorch transform, dispatch mode,
-// tangent or profiler. Otherwise it returns NotImplemented, and Python takes the road.
+// a stake in the call: plain tensors, no torch function mode, tangent or profiler, and `plain`
+// keys. Otherwise it returns NotImplemented, and Python takes the long way.
 
 // Releases the interpreter for a scope; pybind11's own looks up its internals each time.
 class WithoutGil {
@@ -8580,11 +8620,10 @@ def gated_delta(
         log_gate: `gate` holds natural logarithms of the gates, as flash-linear-attention's does. Default False.
         cu_seqlens: (N + 1,), int32 or int64, on q's device: N sequences packed along T, B = 1, as in
             flash-linear-attention. Sequence n has the steps from cu_seqlens[n] to cu_seqlens[n + 1], none where they
-            are equal; it starts from initial_state[n], and its last state is final_state[n]: both are (N, H, K, V). The
-            first offset is 0, none is below the one before, the last is T. On a CPU anything else raises. On a GPU
-            nobody looks at the numbers (a call never waits, and can be captured in a graph): steps past the last offset
-            give y = 0 and zero gradients; otherwise wrong offsets give wrong numbers, but touch no other memory. In a
-            call without states a NaN or infinity may reach other sequences.
+            are equal, and initial_state[n] and final_state[n]: both are (N, H, K, V). The first offset is 0, none is
+            below the one before, the last is T. On a CPU anything else raises. On a GPU, where a call never waits,
+            nobody looks: steps past the last offset give y = 0 and zero gradients; otherwise wrong offsets give wrong
+            numbers, but touch no other memory. In a call without states a NaN or infinity may reach other sequences.
 
     Returns:
         (y, final_state): y (B, T, H, V) in q's dtype, contiguous; final_state (B, H, K, V) in the state's dtype, or
@@ -8599,8 +8638,8 @@ def gated_delta(
         RuntimeError: CUDA tensors, but the library was built without CUDA kernels.
 
     Differentiable in q, k, v, gate and initial_state. The gate's gradient is a sum of products like everything else, so
-    it is as exact at gates of 0 as anywhere. Kept for the backward: the inputs and,
-    where that is at most half as much again, states at every 64th step.
+    it is as exact at gates of 0 as anywhere. Kept for the backward: the inputs and, where that is at most half as much
+    again, states at every 64th step.
 
     This is what flash-linear-attention calls `gv` gating and the k-sweep of Gated Slot Attention (arXiv:2409.07146). It
     has no delta rule: for Gated DeltaNet (arXiv:2412.06464) it is the wrong operator.
