@@ -2390,7 +2390,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       float& gate = tile.gate[n / 4][n / 2 % 2][n % 2];
       gate = 4 * quad + n / 4 * 2 + n % 2 < left ? gate : 1.0f;
     }
-    if (p.starts != nullptr && left > 0 && left <= steps) {
+    if (p.starts != nullptr && left > 0 && (!kBack || left <= steps)) {
       const uint32_t bits = starts_from(p.starts, start + steps - left) >> 4 * quad;
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
@@ -2398,18 +2398,23 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       }
     }
   };
-  // Both for the tiles from u on, as many as `tiles` has.
+  // Both, of as many tiles from u on.
   const auto load_gates = [&](auto& tiles, int u, int chunk, uint32_t stage) {
     constexpr int kCount = sizeof(tiles) / sizeof(tiles[0]);
     const int left = steps - place_in_time(chunk) * kSteps - u * 16;
 #pragma unroll
     for (int n = 0; n < kCount; ++n) load_tile(tiles[n], u + n, stage);
-    bool plain = !p.log_gate && left >= 16 * kCount;
-    if (p.starts != nullptr && plain && left <= steps)
-      plain = starts_from(p.starts, start + steps - left) << (32 - 16 * kCount) == 0;
-    if (__builtin_expect(!plain, 0)) {
+    if (__builtin_expect(p.log_gate || p.starts != nullptr || left < 16 * kCount, 0)) {
+      // Most tiles of packed sequences have no start. (The largest kernel has no register to look.)
+      bool plain = false;
+      if constexpr (Traits::kRows <= 128) {
+        plain = !p.log_gate && left >= 16 * kCount && (!kBack || left <= steps);
+        if (plain) plain = starts_from(p.starts, start + steps - left) << (32 - 16 * kCount) == 0;
+      }
+      if (!plain) {
 #pragma unroll
-      for (int n = 0; n < kCount; ++n) finish_gates(tiles[n], left - 16 * n);
+        for (int n = 0; n < kCount; ++n) finish_gates(tiles[n], left - 16 * n);
+      }
     }
     if (kBack && u == 0 && quad == 0) tiles[0].gate[0][0][0] = tiles[0].gate[0][1][0] = 1;
 #pragma unroll
@@ -3123,9 +3128,9 @@ struct BackwardLaunch {
   Slice slice;
   int64_t sweeps = 1;  // of packed sequences: slots of pieces
   int64_t sweep_steps = 0;
-  int shift = 0;      // of those pieces
-  int64_t batch = 0;  // at which this grid begins
-  int64_t tile = 0;   // likewise, of the owned axis
+  int shift = 0;             // of those pieces
+  int64_t batch = 0;         // at which this grid begins
+  int64_t tile = 0;          // likewise, of the owned axis
   void* states = nullptr;    // (B, H, sweeps, K, V): what precedes each sweep
   void* flows = nullptr;     // (B, H, sweeps, K, V): what flows back into each sweep's last state
   void* decays = nullptr;    // (B, H, sweeps, V): products of gates
