@@ -7192,6 +7192,15 @@ bool is_half(Dtype dtype) {
   return dtype == Dtype::kFloat16 || dtype == Dtype::kBFloat16;
 }
 
+// Beside half-precision q also float32 will do.
+void check_like_q_or_float(const Tensor& tensor, const char* name, const Tensor& q) {
+  const bool half = is_half(dtype_of(q, "q"));
+  if (tensor.scalar_type() == q.scalar_type() || (half && tensor.scalar_type() == at::kFloat))
+    return;
+  refuse_type(name, "have q's dtype " + text(q.scalar_type()) + (half ? " or be Float" : ""),
+              tensor.scalar_type());
+}
+
 // What whole calls and decode steps check alike: q, k, v and the gate. `axes`: how many come before
 // the heads, (B, T) or (B).
 template <class Problem>
@@ -7208,12 +7217,7 @@ void describe_operands(Problem& p, const Tensor& q, const Tensor& k, const Tenso
   p.gate_dtype = dtype_of(gate, "gate");
   check_like_q(k, "k", q);
   check_like_q(v, "v", q);
-  if (p.gate_dtype != p.dtype && !(is_half(p.dtype) && p.gate_dtype == Dtype::kFloat32)) {
-    refuse_type(
-        "gate",
-        "have q's dtype " + text(q.scalar_type()) + (is_half(p.dtype) ? " or be Float" : ""),
-        gate.scalar_type());
-  }
+  check_like_q_or_float(gate, "gate", q);
   check_device(gate, "gate", q);
   if (k.sizes() != q.sizes()) {
     refuse_value("k", "have q's shape " + shape() + "K) = " + text(q.sizes()), text(k.sizes()));
@@ -7304,12 +7308,7 @@ StepParams describe_step(const StepInputs& in) {
   StepParams p;
   describe_operands(p, q, in.k, in.v, in.gate, 1);
   p.state_dtype = dtype_of(state, "state");
-  if (p.state_dtype != p.dtype && !(is_half(p.dtype) && p.state_dtype == Dtype::kFloat32)) {
-    refuse_type(
-        "state",
-        "have q's dtype " + text(q.scalar_type()) + (is_half(p.dtype) ? " or be Float" : ""),
-        state.scalar_type());
-  }
+  check_like_q_or_float(state, "state", q);
   check_device(state, "state", q);
   const bool pooled = in.state_indices.has_value();
   p.pool = state.dim() == 4 ? state.size(0) : 0;
