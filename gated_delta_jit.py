@@ -239,8 +239,9 @@ __host__ __device__ constexpr int largest_pack(int count, int bytes_each) {
 
 // Address of element (a, b, c, d) of an operand.
 template <typename T, typename Index>
-__device__ __forceinline__ T* element_of(const View<Index>& view, Index a, Index b, Index c,
-                                         Index d) {
+__device__ __forceinline__ T* element_of(const View<Index>& view, std::common_type_t<Index> a,
+                                         std::common_type_t<Index> b, std::common_type_t<Index> c,
+                                         std::common_type_t<Index> d) {
   const int64_t offset =
       static_cast<int64_t>(a) * view.stride[0] + static_cast<int64_t>(b) * view.stride[1] +
       static_cast<int64_t>(c) * view.stride[2] + static_cast<int64_t>(d) * view.stride[3];
@@ -889,6 +890,22 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool e
                : "memory");
 }
 
+// Programmatic dependent launch, sm_90 and later: lets the next launch of the stream begin as soon
+// as every block of this one has come here or ended.
+__device__ __forceinline__ void let_next_launch_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Until the launch before this one has ended, and its stores are seen. Returns at once where that
+// is so from the start.
+__device__ __forceinline__ void wait_for_last_launch() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Has the L2 cache fetch what will be read: a multiple of 16 bytes. Before sm_90, nothing.
 __device__ __forceinline__ void prefetch(const void* from, uint32_t bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -1161,8 +1178,9 @@ __device__ __forceinline__ void wgmma_64x16(float (&d)[4][4], uint64_t a, uint64
 // 2 quad + 1, 2 quad + 8, 2 quad + 9: rows of shared memory are in the order of slots. In arrays,
 // [s][h][e], or [s][2 h + e] of accumulators, is step 4 quad + 2 s + e of column group + 8 h.
 //
-// Where heads are few, time is cut in segments, in three launches: Walk::kStates finds what each
-// makes of a zero state, join_segments the state before each, and Walk::kOutputs starts from it.
+// Where heads are few, time is cut in segments, in two launches that overlap: Walk::kStates finds
+// what each segment makes of a zero state, its end, and Walk::kOutputs chains the ends of those
+// before its own. Segments that need none, as the first, don't wait for the other launch.
 //
 // float32 operands are split in two TF32 parts and three products are summed; no accumulator of
 // a tensor core, which truncates, outlives one short sum.
@@ -1225,6 +1243,8 @@ struct TensorTraits {
   static constexpr int kDecaysBytes = kParts == 1 ? 0 : kWarps * 64;
   static constexpr int kSumsBytes = kParts == 1 ? 0 : kWarps * 1024;
   static constexpr int kOtherBytes = 2 * (kProducts * kProductBytes + kDecaysBytes + kSumsBytes);
+  // Of a segment's end, for each warp: its part of the state and two decays a lane.
+  static constexpr int kEndFloats = 32 * (8 * (kRows / 16 / kParts) + 2);
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -1253,8 +1273,9 @@ struct TensorLaunch {
   int64_t tiles = 1;          // of columns
   int stages = 0;             // chunks in shared memory
   float scale = 1;
-  float* states = nullptr;      // (B, H, segments, K, V): each segment's end, then what precedes it
-  float* decays = nullptr;      // (B, H, segments, V): its product of gates
+  int64_t parts = 1;            // of a segment, each of which has an end
+  int64_t all_parts = 1;        // of the segments; those of Walk::kStates are parts
+  float* ends = nullptr;        // (B, H, all_parts, tiles, warps, kEndFloats)
   void* checkpoints = nullptr;  // see Checkpoints
 };
 
@@ -1967,18 +1988,6 @@ struct TimeTile {
   }
 };
 
-// The segments' states as an operand.
-__device__ __forceinline__ View<int64_t> segment_states(const Params& p, const TensorLaunch& launch,
-                                                        int64_t segment) {
-  View<int64_t> view;
-  view.data = launch.states + segment * p.K * p.V;
-  view.stride[1] = launch.segments * p.K * p.V;
-  view.stride[0] = p.borders == nullptr ? p.H * view.stride[1] : 0;
-  view.stride[2] = p.V;
-  view.stride[3] = 1;
-  return view;
-}
-
 // What a chunk does to the state S before it, and gets from it: y = factor * (q . S) + inside, and
 // S after it = decay * S + carried^T k. None of this waits for S.
 template <class Traits>
@@ -2052,44 +2061,49 @@ template <class Traits>
 struct TensorOwner {
   int group;
   int quad;
-  int64_t segment;
-  int64_t pair;  // of batch and head
-  int64_t batch;
-  int64_t head;
-  int64_t first_column;  // of the block
-  int part;              // of the state's rows
-  int columns;           // 16 of the block's
-  int64_t column;
-  int64_t start;  // of its steps
-  int64_t steps;
+  int tile;  // of columns
+  int segment;
+  int first_segment;  // of its batch or sequence
+  int pair;           // of batch and head
+  int batch;
+  int head;
+  int first_column;  // of the block
+  int part;          // of the state's rows
+  int columns;       // 16 of the block's
+  int column;
+  int start;  // of its steps
+  int steps;
   bool exists = true;
-  bool first;  // of the segments of its batch or sequence
-  bool last;
+  bool last;  // of the segments of its batch or sequence
 
   __device__ __forceinline__ TensorOwner(const Params& p, const TensorLaunch& launch,
                                          uint32_t block, uint32_t thread) {
     const int lane = thread % 32;
     const int warp = thread / 32;
+    const uint32_t tiles = launch.tiles;
+    const uint32_t segments = launch.segments;
+    const uint32_t heads = p.H;
+    const uint32_t row = block / tiles;
     group = lane / 4;
     quad = lane % 4;
-    const int64_t tile = block % launch.tiles;
-    segment = block / launch.tiles % launch.segments;
-    pair = block / launch.tiles / launch.segments;
-    batch = pair / p.H;
-    head = pair % p.H;
+    tile = block - row * tiles;
+    pair = row / segments;
+    segment = row - pair * segments;
+    batch = pair / heads;
+    head = pair - batch * heads;
     if (p.borders == nullptr) {
+      const int64_t end = p.end == nullptr ? p.T : min(p.T, *p.end);
       start = segment * launch.segment_steps;
-      steps = min(p.T - start, launch.segment_steps);
-      if (p.end != nullptr) steps = max(min(steps, *p.end - start), int64_t{0});
-      first = segment == 0;
+      steps = max(min(end - start, launch.segment_steps), int64_t{0});
+      first_segment = 0;
       last = segment + 1 == launch.segments;
     } else {
       const Piece piece = piece_of(p.borders, p.sequences, launch.shift, segment);
-      batch = piece.sequence;
-      start = piece.start;
-      steps = piece.steps;
+      batch = static_cast<int>(piece.sequence);
+      start = static_cast<int>(piece.start);
+      steps = static_cast<int>(piece.steps);
       exists = piece.exists;
-      first = piece.first;
+      first_segment = static_cast<int>(first_slot(p.borders, launch.shift, batch));
       last = piece.last;
     }
     first_column = tile * Traits::kColumns;
@@ -2103,6 +2117,22 @@ struct TensorOwner {
     return part * (Traits::kRows / Traits::kParts) + 8 * n + 2 * quad + c % 2;
   }
   __device__ __forceinline__ int64_t column_at(int c) const { return column + group + c / 2 * 8; }
+
+  // The lane's share of what the warp keeps of an end: element [n] of the state is at 128 n, the
+  // decays of its two columns come last.
+  __device__ __forceinline__ float* end_at(const TensorLaunch& launch, int64_t number) const {
+    const int64_t row = (pair * launch.all_parts + number) * launch.tiles + tile;
+    return launch.ends + (row * Traits::kWarps + threadIdx.x / 32) * Traits::kEndFloats +
+           threadIdx.x % 32 * 4;
+  }
+  template <typename Float>
+  static __device__ __forceinline__ auto* decays_at(Float* end) {
+    using Two = std::conditional_t<std::is_const_v<Float>, const float2, float2>;
+    return reinterpret_cast<Two*>(end + Traits::kEndFloats - 64 - threadIdx.x % 32 * 2);
+  }
+  static __device__ __forceinline__ int64_t end_stride(const TensorLaunch& launch) {
+    return launch.tiles * (Traits::kWarps * Traits::kEndFloats);
+  }
 };
 
 // States that a walk leaves behind, one before every kCheckpointSteps steps; in a walk back flows,
@@ -2174,23 +2204,18 @@ __device__ __forceinline__ void copy_state(const Params& p, const TensorOwner<Tr
   }
 }
 
-// Writes (1, 0) for a segment that adds nothing to a state, or of which nobody asks what it adds.
-template <class Traits>
-__device__ __forceinline__ void clear_segment(const Params& p, const TensorLaunch& launch,
-                                              const TensorOwner<Traits>& owner) {
-  const View<int64_t> state = segment_states(p, launch, owner.segment);
-  for (int n = threadIdx.x; n < Traits::kColumns; n += Traits::kThreads) {
-    const int64_t column = owner.first_column + n;
-    if (column >= p.V) continue;
-    for (int64_t row = 0; row < p.K; ++row)
-      *element_of<float>(state, owner.batch, owner.head, row, column) = 0;
-    launch.decays[(owner.pair * launch.segments + owner.segment) * p.V + column] = 1;
-  }
-}
-
 // The end of the last packed sequence, or T.
 __device__ __forceinline__ int64_t end_of_steps(const Params& p) {
   return p.end == nullptr ? p.T : min(max(*p.end, int64_t{0}), p.T);
+}
+
+// Does a packed sequence start in these steps? They begin with a word of `starts`.
+__device__ __forceinline__ bool has_starts(const uint32_t* starts, int64_t start, int64_t steps) {
+  bool found = false;
+  for (int64_t n = threadIdx.x % 32 * 32; n < steps; n += 1024) {
+    if (starts[(start + n) / 32] != 0) found = true;
+  }
+  return __any_sync(~0u, found);
 }
 
 // Steps before the segment's last whole word of `starts` with a bit: its end state forgets them.
@@ -2243,7 +2268,12 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
   // ---- Who owns what.
   const TensorOwner<Traits> owner(p, launch, blockIdx.x, threadIdx.x);
   const bool ends_only = kStateOnly && launch.checkpoints == nullptr;
-  if (!owner.exists || (ends_only && owner.last)) return;  // nobody asks how it ends
+  if (!owner.exists) return;
+  if (ends_only) {
+    let_next_launch_begin();
+    // Nobody asks how the last segment ends.
+    if (owner.last || owner.segment + launch.parts >= launch.segments) return;
+  }
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int group = lane / 4;
@@ -2256,24 +2286,29 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
   int64_t start = kBack ? (launch.segments - 1 - segment) * launch.segment_steps : owner.start;
   const int64_t first_column = owner.first_column;
   const int64_t column = owner.column;
-  int steps =
-      static_cast<int>(kBack ? min(end_of_steps(p) - start, launch.segment_steps) : owner.steps);
-  if constexpr (kBack) {
-    // Nothing lies there, and what flows in is none.
-    if (steps <= 0 && ends_only) clear_segment<Traits>(p, launch, owner);
-    if (steps <= 0) return;
-  }
-  if (steps == 0) {
-    if (ends_only) {
-      clear_segment<Traits>(p, launch, owner);
-    } else {
-      copy_state<Traits>(p, owner);
+  const int64_t left_back = end_of_steps(p) - start;
+  int steps = kBack ? static_cast<int>(min(left_back, launch.segment_steps)) : owner.steps;
+  if (steps <= 0) {
+    if (kBack && ends_only) {  // nothing lies there, and what flows in is none
+      float* const to = owner.end_at(launch, segment);
+#pragma unroll
+      for (int n = 0; n < 2 * kOwnSixteens; ++n)
+        *reinterpret_cast<float4*>(to + 128 * n) = make_float4(0, 0, 0, 0);
+      *owner.decays_at(to) = make_float2(1, 1);
     }
+    if (!kBack && !ends_only) copy_state<Traits>(p, owner);
     return;
   }
+  const auto begins_with_sequence = [&](int64_t at) {
+    return p.starts != nullptr && (starts_from(p.starts, at) & 1) != 0;
+  };
   if (ends_only && p.starts != nullptr) {
-    if (!kBack && (starts_from(p.starts, start + steps) & 1)) {
-      clear_segment<Traits>(p, launch, owner);  // the next one begins with a sequence
+    // Or how a part does after which a sequence starts before the whole segment's end.
+    const int64_t parts_left = launch.parts - 1 - segment % launch.parts;
+    const int64_t rest = parts_left * launch.segment_steps;
+    if (kBack ? has_starts(p.starts, start - rest, rest)
+              : has_starts(p.starts, start + steps, rest) ||
+                    begins_with_sequence(start + steps + rest)) {
       return;
     }
     if constexpr (kBack) {
@@ -2330,19 +2365,61 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
     return chunk + 1 < chunks ? around : stage;
   };
 
-  // ---- The state before the first step.
+  // ---- The state before the first step: of the initial state and the ends before the segment what
+  // their decays leave.
   float state[2 * kOwnSixteens][4];
-  View<int64_t> before = p.initial_state;
-  if (!owner.first || !owner.last) before = segment_states(p, launch, segment);
+  int ends = 0;  // that count
+  bool from_initial = !ends_only && p.initial_state.data != nullptr;
+  if (!ends_only && segment > owner.first_segment && (kBack || !begins_with_sequence(start))) {
+    const int all = static_cast<int>((segment - owner.first_segment) * launch.parts);
+    const float* from = owner.end_at(launch, segment * launch.parts - 1);
+    float through[2] = {1, 1};
+    wait_for_last_launch();
+    while (__any_sync(~0u, through[0] != 0 || through[1] != 0) && ends < all) {
+      const float2 decays = *owner.decays_at(from);
+      through[0] *= decays.x;
+      through[1] *= decays.y;
+      from -= owner.end_stride(launch);
+      ++ends;
+    }
+    if (ends < all) from_initial = false;
+  }
 #pragma unroll
-  for (int n = 0; n < 2 * kOwnSixteens; ++n) {
+  for (int n = 0; n < 8 * kOwnSixteens; ++n) state[n / 4][n % 4] = 0;
+  if (from_initial) {
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const int64_t row = owner.row_at(n, c);
-      const int64_t at = owner.column_at(c);
-      state[n][c] = 0;
-      if (!ends_only && before.data != nullptr && row < p.K && at < p.V)
-        state[n][c] = *element_of<const float>(before, batch, head, row, at);
+    for (int n = 0; n < 2 * kOwnSixteens; ++n) {
+      // The largest kernel has no registers for all loads at once.
+      if (Traits::kRows > 128 && n % 8 == 0 && 8 * n >= p.K) break;
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int64_t row = owner.row_at(n, c);
+        const int64_t at = owner.column_at(c);
+        if (row < p.K && at < p.V)
+          state[n][c] = *element_of<const float>(p.initial_state, batch, head, row, at);
+      }
+    }
+  }
+  if (ends > 0) {
+    // A part of the state after the other, or else registers run out.
+    constexpr int kAtOnce = kOwnSixteens < 4 ? 2 * kOwnSixteens : 8;
+    constexpr int kUnrolled = Traits::kRows > 128 ? 1 : 4;
+#pragma unroll
+    for (int first = 0; first < 2 * kOwnSixteens; first += kAtOnce) {
+      const float* from = owner.end_at(launch, segment * launch.parts - ends);
+#pragma unroll kUnrolled
+      for (int number = 0; number < ends; ++number) {
+        const float2 decays = *owner.decays_at(from);
+#pragma unroll
+        for (int n = first; n < first + kAtOnce; ++n) {
+          const float4 end = *reinterpret_cast<const float4*>(from + 128 * n);
+          state[n][0] = fmaf(decays.x, state[n][0], end.x);
+          state[n][1] = fmaf(decays.x, state[n][1], end.y);
+          state[n][2] = fmaf(decays.y, state[n][2], end.z);
+          state[n][3] = fmaf(decays.y, state[n][3], end.w);
+        }
+        from += owner.end_stride(launch);
+      }
     }
   }
   float segment_decay[2] = {1, 1};
@@ -3009,13 +3086,16 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
   keep(block);
   keep(thread);
   const TensorOwner<Traits> end(p, launch, block, thread);
-  View<int64_t> after = p.final_state;
   if (ends_only) {
-    after = segment_states(p, launch, end.segment);
-  } else if (!end.last) {
+    float* const to = end.end_at(launch, end.segment);
+#pragma unroll
+    for (int n = 0; n < 2 * kOwnSixteens; ++n)
+      *reinterpret_cast<float4*>(to + 128 * n) =
+          make_float4(state[n][0], state[n][1], state[n][2], state[n][3]);
+    *end.decays_at(to) = make_float2(segment_decay[0], segment_decay[1]);
     return;
   }
-  if (after.data == nullptr) return;
+  if (!end.last || p.final_state.data == nullptr) return;
 #pragma unroll
   for (int n = 0; n < 2 * kOwnSixteens; ++n) {
 #pragma unroll
@@ -3023,15 +3103,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       const int64_t row = end.row_at(n, c);
       const int64_t at = end.column_at(c);
       if (row < p.K && at < p.V)
-        *element_of<float>(after, end.batch, end.head, row, at) = state[n][c];
-    }
-  }
-  if (ends_only && end.quad == 0 && end.part == 0) {
-    float* decays = launch.decays + (end.pair * launch.segments + end.segment) * p.V;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int64_t at = end.column_at(2 * h);
-      if (at < p.V) decays[at] = segment_decay[h];
+        *element_of<float>(p.final_state, end.batch, end.head, row, at) = state[n][c];
     }
   }
 }
@@ -3042,53 +3114,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   constexpr int kLeastBytes = kFewestStages * Traits::kStageBytes + Traits::kOtherBytes;
   if constexpr (kLeastBytes <= kMostSharedBytes) {
     tensor_block<Traits, kWalk>(p, launch);
+    wait_for_last_launch();  // so that what follows this launch follows that one too
   } else {
     __trap();
-  }
-}
-
-// Chains the segments: states become what precedes each. A block's first index is the pair of batch
-// and head, the second its share of the state's elements.
-__global__ void join_segments(const __grid_constant__ Params p,
-                              const __grid_constant__ TensorLaunch launch) {
-  constexpr int kAtOnce = 8;
-  const int64_t elements = p.K * p.V;
-  const int64_t batch = blockIdx.x / static_cast<unsigned>(p.H);
-  const int64_t head = blockIdx.x % static_cast<unsigned>(p.H);
-  int64_t first = blockIdx.x * launch.segments;
-  int64_t segments = launch.segments;
-  if (p.borders != nullptr) {
-    first = head * launch.segments + first_slot(p.borders, launch.shift, batch);
-    segments = slots_of(p.borders, launch.shift, batch);
-    if (segments == 1) return;
-  }
-  const int64_t threads = static_cast<int64_t>(gridDim.y) * blockDim.x;
-  for (int64_t at = static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x; at < elements;
-       at += threads) {
-    const int64_t row = at / p.V;
-    const int64_t column = at - row * p.V;
-    float* const states = launch.states + first * elements + at;
-    const float* const decays = launch.decays + first * p.V + column;
-    float state = 0;
-    if (p.initial_state.data != nullptr)
-      state = *element_of<const float>(p.initial_state, batch, head, row, column);
-    for (int64_t segment = 0; segment < segments; segment += kAtOnce) {
-      // All loads first: only the chain is serial.
-      float ends[kAtOnce];
-      float decay[kAtOnce];
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        if (segment + n + 1 >= segments) break;
-        ends[n] = states[(segment + n) * elements];
-        decay[n] = decays[(segment + n) * p.V];
-      }
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        if (segment + n >= segments) break;
-        states[(segment + n) * elements] = state;
-        if (segment + n + 1 < segments) state = fmaf(decay[n], state, ends[n]);
-      }
-    }
   }
 }
 
@@ -5476,7 +5504,9 @@ struct Device {
 struct TensorPlan {
   int64_t segments = 0;
   int64_t segment_steps = 0;
-  int shift = 0;  // of packed sequences' pieces, whose slots are the segments
+  int shift = 0;          // of packed sequences' pieces, whose slots are the segments
+  int64_t parts = 1;      // of a segment, for the walk that finds its end
+  int64_t end_bytes = 0;  // of p.scratch, for the ends
 };
 
 constexpr int kMostStages = 6;
@@ -5520,9 +5550,13 @@ bool worth_tensor_cores(const Params& p, const TensorPlan& plan, const Device& d
   const int64_t elements = batches * p.H * p.K * p.V / device.processors;
   if (p.dtype == Dtype::kFloat32) {
     if (p.K <= 16) return false;
-    if (elements >= 3500) return steps >= 128;
-    if (elements >= 900) return steps >= (plan.segments > 1 ? 1024 : 512);
-    return plan.segments > 1 && steps >= 4096;
+    // Columns per processor and row of the state, of which short ones count in proportion.
+    const double heads =
+        static_cast<double>(elements) / p.K * std::min<int64_t>(p.K, 64) / (64 * p.K);
+    if (heads >= 0.45) return steps >= 128;
+    if (heads >= 0.2) return steps >= (plan.segments > 1 ? 512 : 1024);
+    if (heads >= 0.1) return plan.segments > 1 && steps >= 1024;
+    return plan.segments > 1 && steps >= 2048;
   }
   if (elements >= 4000) return steps >= 16;
   if (elements >= 400) return steps >= 64;
@@ -5537,48 +5571,54 @@ TensorPlan plan_tiles(const Params& p, const Device& device) {
   const int64_t tiles = (p.V + Traits::kColumns - 1) / Traits::kColumns;
   const int64_t blocks = p.B * p.H * tiles;
   plan.segments = 1;
+  int64_t sequences = 1;
   if (p.borders != nullptr) {
     // Pieces so long that one row of them fills the machine once: only longer sequences are cut.
     const int64_t most = p.T * blocks / (Traits::kBlocks * device.processors);
     plan.shift = 8;
     while ((int64_t{1} << plan.shift) < most) ++plan.shift;
     plan.segments = p.sequences + (p.T >> plan.shift);
-    if (blocks * plan.segments > kMaxGridX) plan.segments = 0;
-    return plan;
+    sequences = p.sequences;
+  } else {
+    // Fewer than three segments gain nothing for what is read twice, nor do as many blocks as fit
+    // for so few steps.
+    const int64_t room = (p.T < 1024 ? 1 : Traits::kBlocks) * device.processors;
+    if (3 * blocks <= room && p.T >= 3 * 128) {
+      plan.segments = std::min(room / blocks, p.T / 128);
+      if (p.starts != nullptr) plan.parts = 2;
+    }
+    const int64_t steps = (p.T + plan.segments - 1) / plan.segments;
+    const int64_t unit = plan.parts * kCheckpointSteps;
+    plan.segment_steps = (steps + unit - 1) / unit * unit;
+    plan.segments = (p.T + plan.segment_steps - 1) / plan.segment_steps;
   }
-  // A segment's steps are read twice, so two segments gain little. Where sequences start within,
-  // the first reading is shorter, and more segments are worth it.
-  const int64_t room = (p.starts != nullptr ? Traits::kBlocks : 1) * device.processors;
-  if (3 * blocks <= room) {
-    plan.segments = std::max<int64_t>(1, std::min(room / blocks, p.T / 256));
-  }
-  const int64_t steps = (p.T + plan.segments - 1) / plan.segments;
-  plan.segment_steps = (steps + kCheckpointSteps - 1) / kCheckpointSteps * kCheckpointSteps;
-  plan.segments = (p.T + plan.segment_steps - 1) / plan.segment_steps;
-  if (blocks * plan.segments > kMaxGridX) plan.segments = 0;
+  const int64_t parts = plan.segments * plan.parts;
+  if (blocks * parts > kMaxGridX) plan.segments = 0;
+  if (plan.segments > sequences)
+    plan.end_bytes = blocks * parts * Traits::kWarps * Traits::kEndFloats * 4;
   return plan;
 }
 
-// Does a batch or sequence have several segments, whose states have to be joined?
-bool cuts_time(const Params& p, const TensorPlan& plan) {
-  return plan.segments > (p.borders != nullptr ? p.sequences : 1);
-}
-
+// `overlaps`: it may begin before the launch ahead of it has ended.
 template <class Traits, Walk kWalk>
-cudaError_t launch_tensor_kernel(const Params& p, const TensorLaunch& launch, int64_t blocks,
+cudaError_t launch_tensor_kernel(const Params& p, const TensorLaunch& launch, bool overlaps,
                                  cudaStream_t stream) {
   const auto kernel = tensor_forward<Traits, kWalk>;
   const int shared = launch.stages * Traits::kStageBytes + Traits::kOtherBytes;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(blocks), Traits::kThreads, shared, stream>>>(p, launch);
-  return cudaGetLastError();
-}
-
-// Bytes of p.scratch for the segments' states and decays.
-int64_t segment_bytes(const Params& p, const TensorPlan& plan) {
-  return cuts_time(p, plan) ? p.B * p.H * plan.segments * (p.K + 1) * p.V * 4 : 0;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = static_cast<unsigned>(p.B * p.H * launch.tiles * launch.segments);
+  config.blockDim = Traits::kThreads;
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = overlaps ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, p, launch);
 }
 
 template <class Traits, Walk kWalk>
@@ -5592,23 +5632,21 @@ cudaError_t launch_walk(const Params& p, const Device& device, const TensorPlan&
   launch.tiles = (p.V + Traits::kColumns - 1) / Traits::kColumns;
   launch.stages = tensor_stages<Traits>(device);
   launch.scale = static_cast<float>(p.scale);
-  launch.states = static_cast<float*>(p.scratch);
-  launch.decays = launch.states + p.B * p.H * launch.segments * p.K * p.V;
-  const int64_t blocks = p.B * p.H * launch.tiles * launch.segments;
-  if (cuts_time(p, plan)) {
-    cudaError_t error = launch_tensor_kernel<Traits, kEnds>(p, launch, blocks, stream);
-    if (error != cudaSuccess) return error;
-    // Most sequences have one segment, and nothing to chain.
-    const int64_t pairs = (p.borders == nullptr ? p.B : p.sequences) * p.H;
-    const int64_t each = p.borders == nullptr ? 128 : 1024;
-    const dim3 grid(static_cast<unsigned>(pairs),
-                    static_cast<unsigned>(std::min((p.K * p.V + each - 1) / each, kMaxGridYZ)));
-    join_segments<<<grid, 128, 0, stream>>>(p, launch);
-    error = cudaGetLastError();
+  launch.parts = plan.parts;
+  launch.all_parts = plan.segments * plan.parts;
+  launch.ends = static_cast<float*>(p.scratch);
+  const bool has_ends = plan.end_bytes > 0;
+  if (has_ends) {
+    TensorLaunch ends = launch;
+    ends.segments = launch.all_parts;
+    ends.segment_steps /= plan.parts;
+    const cudaError_t error = launch_tensor_kernel<Traits, kEnds>(p, ends, false, stream);
     if (error != cudaSuccess) return error;
   }
   launch.checkpoints = checkpoints;
-  return launch_tensor_kernel<Traits, kWalk>(p, launch, blocks, stream);
+  // The runtime captures overlapping launches from 12.3 on.
+  const bool overlaps = has_ends && CUDART_VERSION >= 12030 && device.capability >= 9;
+  return launch_tensor_kernel<Traits, kWalk>(p, launch, overlaps, stream);
 }
 
 template <typename Element, typename Gate>
@@ -5832,7 +5870,7 @@ struct GradientScratch {
     state_bytes = p.B * p.H * chunks * blocks * 256 * size_of(p.dtype);
     flows = states + (p.states == nullptr ? state_bytes : 0);
     segments = flows + state_bytes;
-    total = segments + std::max(segment_bytes(p, there), segment_bytes(p, back));
+    total = segments + std::max(there.end_bytes, back.end_bytes);
   }
 };
 
@@ -6264,7 +6302,7 @@ cudaError_t launch_tensor_walk(const Params& p, cudaStream_t stream) {
 int64_t forward_scratch_bytes(const Params& p) {
   Device device;
   if (device.read() != cudaSuccess) return 0;
-  return segment_bytes(p, plan_tensor(p, device));
+  return plan_tensor(p, device).end_bytes;
 }
 
 // Does launch_forward need p.partial on the current device? Where SIMT kernels take K in slices.

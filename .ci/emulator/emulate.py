@@ -99,6 +99,14 @@ def rewrite(text):
     # Defined for the kernels alone: CUDA's headers would take it for nvcc's device pass.
     text = re.sub(r"\b__CUDA_ARCH__\b", "EMU_ARCH", text)
     text = re.sub(r"\b__CUDA_ARCH_FEAT_SM90_ALL\b", "EMU_ARCH_FEAT_SM90_ALL", text)
+    # cudaLaunchKernelEx(&config, kernel, args): launches run one after the other here, whatever their attributes.
+    text = text.replace("cudaLaunchConfig_t", "::emu::LaunchConfig")
+    text = re.sub(r"\.(grid|block)Dim\b", r".\1", text)
+    text = re.sub(
+        r"cudaLaunchKernelEx\(&(\w+), (\w+), ([^()]*)\)",
+        r"(\2<<<\1.grid, \1.block, \1.dynamicSmemBytes, \1.stream>>>(\3), cudaGetLastError())",
+        text,
+    )
     # kernel<...><<<config>>>(args), from the last to the first.
     while True:
         clean = blank_comments(text)

@@ -141,6 +141,8 @@ struct Config { dim3 grid, block; size_t shared; cudaStream_t stream; };
 inline Config config(dim3 grid, dim3 block, size_t shared = 0, cudaStream_t stream = nullptr) {
   return {grid, block, shared, stream};
 }
+// cudaLaunchConfig_t, whose names are macros here.
+struct LaunchConfig { dim3 grid, block; size_t dynamicSmemBytes; cudaStream_t stream; const void* attrs; unsigned numAttrs; };
 void launch(const Config& config, const char* name, const char* full_name, const void* function,
             void (*call)(void*), void* context);
 

@@ -8,6 +8,9 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool e
   ::emu::copy_async(to, from, exists);
 }
 __device__ __forceinline__ void commit_copies() { ::emu::commit_copies(); }
+__device__ __forceinline__ void let_next_launch_begin() {}
+__device__ __forceinline__ void wait_for_last_launch() {}
+
 __device__ __forceinline__ void prefetch(const void* from, uint32_t bytes) {
   if (reinterpret_cast<uintptr_t>(from) % 16 != 0 || bytes % 16 != 0) ::emu::fail("prefetch of bytes that aren't aligned");
 }
