@@ -1205,6 +1205,18 @@ struct SharedTile {
   }
 };
 
+// What a walk over time is for.
+enum class Walk {
+  kOutputs,     // y and the final state
+  kTraining,    // the same, and checkpoints; apart, for they cost registers that kOutputs lacks
+  kStates,      // states alone: checkpoints, or else what each segment makes of a zero state
+  kStatesBack,  // the same of the gradients that flow back, from the last step to the first
+};
+
+__host__ __device__ constexpr bool leaves_states_alone(Walk walk) {
+  return walk == Walk::kStates || walk == Walk::kStatesBack;
+}
+
 template <typename Element_, typename Gate_, int kRows_, int kWarps_, int kTiles_, int kBlocks_,
           int kParts_ = 1>
 struct TensorTraits {
@@ -1236,6 +1248,13 @@ struct TensorTraits {
   static constexpr int kColumnTile = 16 * kColumns * sizeof(Element);
   static constexpr int kGateTile = 16 * kColumns * sizeof(Gate);
   static constexpr int kStageBytes = 2 * kRowOperand + kTiles * (kColumnTile + kGateTile);
+  // Without outputs nobody needs q, and more blocks fit.
+  static __host__ __device__ constexpr int stage_bytes(Walk walk) {
+    return leaves_states_alone(walk) ? kStageBytes - kRowOperand : kStageBytes;
+  }
+  static __host__ __device__ constexpr int blocks(Walk walk) {
+    return leaves_states_alone(walk) && kRows == 64 ? kBlocks * 3 / 2 : kBlocks;
+  }
   static constexpr int kProducts = kTiles * kTiles;
   static constexpr int kProductBytes = 16 * 16 * sizeof(Element);
   // What the warps of a pair tell each other, of two chunks as well: a tile's decays, and sums for
@@ -1277,14 +1296,6 @@ struct TensorLaunch {
   int64_t all_parts = 1;        // of the segments; those of Walk::kStates are parts
   float* ends = nullptr;        // (B, H, all_parts, tiles, warps, kEndFloats)
   void* checkpoints = nullptr;  // see Checkpoints
-};
-
-// What a walk over time is for.
-enum class Walk {
-  kOutputs,     // y and the final state
-  kTraining,    // the same, and checkpoints; apart, for they cost registers that kOutputs lacks
-  kStates,      // states alone: checkpoints, or else what each segment makes of a zero state
-  kStatesBack,  // the same of the gradients that flow back, from the last step to the first
 };
 
 // ---- Operands.
@@ -2246,7 +2257,7 @@ __device__ __forceinline__ int reached_steps(const uint32_t* starts, int64_t sta
 
 template <class Traits, Walk kWalk>
 __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch& launch) {
-  constexpr bool kStateOnly = kWalk == Walk::kStates || kWalk == Walk::kStatesBack;
+  constexpr bool kStateOnly = leaves_states_alone(kWalk);
   constexpr bool kBack = kWalk == Walk::kStatesBack;
   using Element = typename Traits::Element;
   using Gate = typename Traits::Gate;
@@ -2260,17 +2271,18 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
 #else
   constexpr bool kWgmma = false;
 #endif
-  constexpr uint32_t kOfK = Traits::kRowOperand;
-  constexpr uint32_t kOfV = 2 * kOfK;
+  constexpr uint32_t kStageBytes = Traits::stage_bytes(kWalk);
+  constexpr uint32_t kOfK = kStateOnly ? 0 : Traits::kRowOperand;
+  constexpr uint32_t kOfV = kOfK + Traits::kRowOperand;
   constexpr uint32_t kOfGate = kOfV + kTiles * Traits::kColumnTile;
   extern __shared__ __align__(1024) unsigned char tensor_memory[];
 
   // ---- Who owns what.
   const TensorOwner<Traits> owner(p, launch, blockIdx.x, threadIdx.x);
   const bool ends_only = kStateOnly && launch.checkpoints == nullptr;
+  if constexpr (kStateOnly) let_next_launch_begin();
   if (!owner.exists) return;
   if (ends_only) {
-    let_next_launch_begin();
     // Nobody asks how the last segment ends.
     if (owner.last || owner.segment + launch.parts >= launch.segments) return;
   }
@@ -2327,7 +2339,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
   // ---- Loading.
   uint32_t shared = shared_address(tensor_memory);
   keep(shared);
-  const uint32_t ring_end = shared + launch.stages * Traits::kStageBytes;
+  const uint32_t ring_end = shared + launch.stages * kStageBytes;
   const uint32_t products = ring_end;
   constexpr int kThreads = Traits::kThreads;
   const int64_t load_from = start + place_in_time(0) * kSteps;
@@ -2356,11 +2368,11 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
     commit_copies();
   };
   for (int chunk = 0; chunk < launch.stages - 1; ++chunk) {
-    start_loading(chunk, shared + chunk * Traits::kStageBytes);
+    start_loading(chunk, shared + chunk * kStageBytes);
   }
   // The stage after `stage`, which holds `chunk`; if there is no next chunk, the same.
   const auto next_stage = [&](int chunk, uint32_t stage) {
-    const uint32_t next = stage + Traits::kStageBytes;
+    const uint32_t next = stage + kStageBytes;
     const uint32_t around = next == ring_end ? shared : next;
     return chunk + 1 < chunks ? around : stage;
   };
@@ -2374,15 +2386,26 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
     const int all = static_cast<int>((segment - owner.first_segment) * launch.parts);
     const float* from = owner.end_at(launch, segment * launch.parts - 1);
     float through[2] = {1, 1};
+    bool any = true;
     wait_for_last_launch();
-    while (__any_sync(~0u, through[0] != 0 || through[1] != 0) && ends < all) {
-      const float2 decays = *owner.decays_at(from);
-      through[0] *= decays.x;
-      through[1] *= decays.y;
-      from -= owner.end_stride(launch);
-      ++ends;
+    while (any && ends < all) {
+      constexpr int kAtOnce = 8;
+      float2 decays[kAtOnce];
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        if (ends + n < all) decays[n] = *owner.decays_at(from - n * owner.end_stride(launch));
+      }
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        if (!any || ends == all) break;
+        through[0] *= decays[n].x;
+        through[1] *= decays[n].y;
+        any = __any_sync(~0u, through[0] != 0 || through[1] != 0);
+        ++ends;
+      }
+      from -= kAtOnce * owner.end_stride(launch);
     }
-    if (ends < all) from_initial = false;
+    if (!any) from_initial = false;
   }
 #pragma unroll
   for (int n = 0; n < 8 * kOwnSixteens; ++n) state[n / 4][n % 4] = 0;
@@ -2449,6 +2472,10 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
 
   const auto load_tile = [&](TimeTile<Traits>& tile, int u, uint32_t stage) {
     Operand<Gate> unused[4];
+    int lane_now = lane;
+    if (Traits::kRows > 128) keep(lane_now);
+    const ColumnFragments<Element, typename Traits::ColumnTile> value_fragments(columns * 16, lane_now);
+    const ColumnFragments<Gate, typename Traits::GateTile> gate_fragments(columns * 16, lane_now);
     gate_fragments.load(tile.gate, unused, stage + kOfGate + u * Traits::kGateTile);
     value_fragments.load(tile.value, tile.plain, stage + kOfV + u * Traits::kColumnTile);
   };
@@ -2552,10 +2579,14 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
         kHalves < Traits::kWarps ? (warp - chunk * kHalves) & (Traits::kWarps - 1) : warp;
     if (kHalves < Traits::kWarps && turn >= kHalves) return;
     const int block = turn / 2;
+    int lane_now = lane;
+    keep(lane_now);  // addresses are quickly made: registers are worth more
+    const RowFragments<Traits> rows(lane_now);
     const uint32_t q_tile = stage + block / kTiles * Traits::kRowTile;
     const uint32_t k_tile = stage + kOfK + block % kTiles * Traits::kRowTile;
     float sum[2][4] = {};
-#pragma unroll
+    constexpr int kUnrolled = kSixteens > 8 ? 4 : kSixteens / 2;
+#pragma unroll kUnrolled
     for (int kk = 0; kk < kSixteens; kk += 2) {
       Operand<Element> right[4];
       rows.load_eight(right, k_tile, turn % 2, kk);
@@ -2573,7 +2604,15 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
     }
 #pragma unroll
     for (int c = 0; c < 4; ++c) sum[0][c] = (sum[0][c] + sum[1][c]) * launch.scale;
-    if (block != 1) Products<Element>::store_half(products_at(chunk, block), turn % 2, sum[0]);
+    if (kTiles == 1 || block != 1) Products<Element>::store_half(products_at(chunk, block), turn % 2, sum[0]);
+  };
+
+  const auto make_products = [&](int chunk, uint32_t stage) {
+    if constexpr (Traits::kWarps >= 2 * Traits::kProducts && (kParts == 2 || kSixteens > 8)) {
+      multiply_q_k_halves(chunk, stage);
+    } else {
+      multiply_q_k(chunk, stage);
+    }
   };
 
   // Rows 16 m ... 16 m + 15 of P as wgmma leaves them.
@@ -2607,6 +2646,8 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
                                     uint32_t q_tile) {
 #pragma unroll
     for (int n = 0; n < 8 * kTiles; ++n) y[n / 4][n % 4] = 0;
+    constexpr bool kTwoChains = kOwnSixteens > 8;  // a product waits for the last one
+    float other[kTwoChains ? 2 * kTiles : 1][4] = {};
 #pragma unroll
     for (int kk = 0; kk < kOwnSixteens; ++kk) {
       Operand<Element> left[4];
@@ -2619,8 +2660,16 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       for (int u = 0; u < kTiles; ++u) {
         Operand<Element> right[4];
         own_rows.load_right(right, q_tile + (u ^ part) * Traits::kRowTile, kk);
-        multiply_16_add<Element>(y[2 * u], y[2 * u + 1], left, right);
+        if (kTwoChains && kk % 2 == 1) {
+          multiply_16_add<Element>(other[2 * u], other[2 * u + 1], left, right);
+        } else {
+          multiply_16_add<Element>(y[2 * u], y[2 * u + 1], left, right);
+        }
       }
+    }
+    if constexpr (kTwoChains) {
+#pragma unroll
+      for (int n = 0; n < 8 * kTiles; ++n) y[n / 4][n % 4] += other[n / 4][n % 4];
     }
   };
   const auto advance_state = [&](float (&state)[2 * kSixteens][4], const ChunkPlan<Traits>& plan,
@@ -2698,8 +2747,8 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       if constexpr (kWgmma) fence_for_wgmma();
       __syncthreads();
       if constexpr (!kStateOnly) {
-        multiply_q_k(0, stage);
-        multiply_q_k(1, next_stage(0, stage));
+        make_products(0, stage);
+        make_products(1, next_stage(0, stage));
         __syncthreads();
       }
       TimeTile<Traits> tile[1];
@@ -2781,7 +2830,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       if constexpr (kWgmma) fence_for_wgmma();
       __syncthreads();
       start_loading(chunk + launch.stages - 1,
-                    (stage == shared ? ring_end : stage) - Traits::kStageBytes);
+                    (stage == shared ? ring_end : stage) - kStageBytes);
       if constexpr (!Traits::kEarly) load_gates(tiles, 0, chunk + 1, next);
 
       // ---- P of the chunk after the next.
@@ -2799,7 +2848,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
         }
         wgmma_commit();
       } else if constexpr (!kStateOnly) {
-        multiply_q_k(chunk + 2, after_next);
+        make_products(chunk + 2, after_next);
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) segment_decay[h] *= plan.decay[h];
@@ -2909,14 +2958,6 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
         }
       }
     };
-    const auto make_products = [&](int chunk, uint32_t stage) {
-      if constexpr (Traits::kWarps >= 2 * Traits::kProducts) {
-        multiply_q_k_halves(chunk, stage);
-      } else {
-        multiply_q_k(chunk, stage);
-      }
-    };
-
     TilePlan<Traits> plan;
     const auto make_plan = [&](TimeTile<Traits>& tile, int chunk) {
       Products<Element> within;
@@ -3063,7 +3104,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
 
       // ---- The next chunk's plan, and P of the one after it.
       start_loading(chunk + launch.stages - 1,
-                    (stage == shared ? ring_end : stage) - Traits::kStageBytes);
+                    (stage == shared ? ring_end : stage) - kStageBytes);
       if constexpr (!kStateOnly) copy_outputs(chunk, stage);
       make_plan(tile[0], chunk + 1);
       if constexpr (!kStateOnly) make_products(chunk + 2, after_next);
@@ -3109,9 +3150,9 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
 }
 
 template <class Traits, Walk kWalk>
-__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
+__global__ void __launch_bounds__(Traits::kThreads, Traits::blocks(kWalk))
     tensor_forward(const __grid_constant__ Params p, const __grid_constant__ TensorLaunch launch) {
-  constexpr int kLeastBytes = kFewestStages * Traits::kStageBytes + Traits::kOtherBytes;
+  constexpr int kLeastBytes = kFewestStages * Traits::stage_bytes(kWalk) + Traits::kOtherBytes;
   if constexpr (kLeastBytes <= kMostSharedBytes) {
     tensor_block<Traits, kWalk>(p, launch);
     wait_for_last_launch();  // so that what follows this launch follows that one too
@@ -4573,7 +4614,8 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
   const auto products_at = [&](int later, int earlier) {
     return shared + Traits::kOfP + (later * (later + 1) / 2 + earlier) * Traits::kProductBytes;
   };
-  // Columns first want P, and then all of these.
+  // The flows come from the launch before this one. Columns first want P, and then all of these.
+  wait_for_last_launch();
   if (threadIdx.x == 0) {
     const uint32_t bytes = static_cast<uint32_t>(checkpoints.elements() * sizeof(Element));
     prefetch(states_at(0), bytes);
@@ -5034,6 +5076,7 @@ __global__ void __launch_bounds__(Traits::kThreads, std::min(Traits::kBlocks, kM
                     const __grid_constant__ GradientLaunch launch) {
   if constexpr (Traits::kBytes <= kMostSharedBytes) {
     gradient_block<Traits>(p, grads, launch);
+    wait_for_last_launch();
   } else {
     __trap();
   }
@@ -5513,14 +5556,14 @@ constexpr int kMostStages = 6;
 constexpr int kMostKeptRows =
     128;  // of states that a forward leaves; larger ones take too much memory
 
-// Chunks in shared memory: as many as leave room for kBlocks blocks on a multiprocessor, of each of
-// which the system takes 1 KiB; or for fewer blocks. Copies and products want capability 8.0.
+// Chunks in shared memory: as many as leave room for the blocks meant on a multiprocessor, of each
+// of which the system takes 1 KiB; or for fewer blocks. Copies and products want capability 8.0.
 template <class Traits>
-int tensor_stages(const Device& device) {
+int tensor_stages(const Device& device, Walk walk) {
   int stages = 0;
-  for (int blocks = Traits::kBlocks; blocks > 0 && stages < kFewestStages; --blocks) {
+  for (int blocks = Traits::blocks(walk); blocks > 0 && stages < kFewestStages; --blocks) {
     const int each = (device.shared_bytes + 1024) / blocks - 1024;
-    stages = std::min(kMostStages, (each - Traits::kOtherBytes) / Traits::kStageBytes);
+    stages = std::min(kMostStages, (each - Traits::kOtherBytes) / Traits::stage_bytes(walk));
   }
   return device.capability >= 8 ? stages : 0;
 }
@@ -5529,19 +5572,22 @@ int tensor_stages(const Device& device) {
 // multiprocessor, a SIMT one less the fewer state elements there are. Measured on an H200 (132
 // processors), us in a graph, SIMT / tensor cores (in segments of time where there are several):
 //
-//   bfloat16, B*H, K = V     T = 64        128         256         512         1024        4096
-//   64, 16                4.6 / 6.3   5.4 / 8.0   8.5 / 11   13 / 17   24 / 30     90 / 107
-//   128, 16               5.4 / 6.6   7.7 / 7.9    13 / 11   22 / 17   40 / 30    157 / 107
-//   64, 32                7.2 / 6.4    11 / 8.2    18 / 11   32 / 17   61 / 30    356 / 106
-//   8, 64                 5.2 / 7.1   7.7 / 8.8    13 / 12   23 / 21   42 / 23    152 / 28
-//   64, 64                 12 / 7.5    22 / 9.1    40 / 12   78 / 18  173 / 31    673 / 109
-//   8, 128                9.6 / 9.3    16 / 12     29 / 18   55 / 32  107 / 38    429 / 49
+//   bfloat16, B*H, K = V     T = 64        128         256         512         1024        2048
+//   64, 16                3.4 / 5.1   4.0 / 6.4   6.7 / 9.3   12 / 15     23 / 15     44 / 22
+//   128, 16               3.9 / 5.1   6.6 / 6.5    12 / 9.4   22 / 15     42 / 22     85 / 37
+//   16, 32                3.1 / 4.9   3.9 / 6.3   6.3 / 9.2   11 / 11     20 / 12     38 / 14
+//   64, 32                5.8 / 5.1    10 / 6.5    17 / 9.4   32 / 15     62 / 16    174 / 25
+//   8, 64                 4.0 / 4.8   6.5 / 6.3    11 / 9.4   21 / 11     39 / 12     74 / 14
+//   64, 64                 11 / 5.0    21 / 6.6    41 / 9.6   80 / 16    178 / 25    351 / 43
+//   4, 128                5.2 / 6.7   9.2 / 9.6    17 / 16    32 / 17     62 / 17    123 / 18
 //   float32
-//   512, 16                10 / 21     17 / 29     33 / 47   60 / 83  115 / 152   474 / 560
-//   128, 32               9.7 / 12     15 / 16     26 / 24   59 / 41  117 / 76    467 / 278
-//   8, 64                 4.9 / 13    7.2 / 20     12 / 33   21 / 45   38 / 50    146 / 55
-//   64, 64                 11 / 14     19 / 21     34 / 35   73 / 63  141 / 123   552 / 463
-//   64, 128                23 / 26     43 / 44     96 / 80  188 / 155 373 / 300  1477 / 1168
+//   128, 16               3.7 / 7.5   5.6 / 10    9.3 / 16    17 / 26     34 / 48     66 / 91
+//   16, 32                2.9 / 6.8   3.7 / 9.4   5.8 / 15    10 / 15     18 / 19     34 / 21
+//   128, 32               8.1 / 7.5    14 / 11     25 / 16    57 / 27    117 / 50    232 / 93
+//   8, 64                 3.5 / 10    6.2 / 16     11 / 27    20 / 23     38 / 24     72 / 26
+//   64, 64                9.8 / 11     18 / 17     34 / 28    72 / 51    143 / 98    282 / 188
+//   8, 128                7.6 / 23     13 / 41     25 / 78    45 / 57     86 / 58    173 / 66
+//   64, 128                23 / 24     44 / 43     97 / 80   189 / 155   377 / 303   750 / 600
 bool worth_tensor_cores(const Params& p, const TensorPlan& plan, const Device& device) {
   if (chosen_kernels != Kernels::kByRule) return chosen_kernels == Kernels::kTensorCores;
   // Of packed sequences the average one.
@@ -5554,20 +5600,19 @@ bool worth_tensor_cores(const Params& p, const TensorPlan& plan, const Device& d
     const double heads =
         static_cast<double>(elements) / p.K * std::min<int64_t>(p.K, 64) / (64 * p.K);
     if (heads >= 0.45) return steps >= 128;
-    if (heads >= 0.2) return steps >= (plan.segments > 1 ? 512 : 1024);
-    if (heads >= 0.1) return plan.segments > 1 && steps >= 1024;
-    return plan.segments > 1 && steps >= 2048;
+    if (plan.segments == 1) return heads >= 0.2 && steps >= 1024;
+    return steps >= (heads >= 0.2 ? 384 : heads >= 0.1 ? 512 : heads >= 0.05 ? 1024 : 2048);
   }
   if (elements >= 4000) return steps >= 16;
   if (elements >= 400) return steps >= 64;
-  if (elements >= 200) return steps >= 256;
-  return plan.segments > 1 && steps >= 2048;
+  if (elements >= 200) return steps >= 128;
+  return plan.segments > 1 && steps >= (elements >= 100 ? 512 : 640);
 }
 
 template <class Traits>
 TensorPlan plan_tiles(const Params& p, const Device& device) {
   TensorPlan plan;
-  if (tensor_stages<Traits>(device) < kFewestStages) return plan;
+  if (tensor_stages<Traits>(device, Walk::kOutputs) < kFewestStages) return plan;
   const int64_t tiles = (p.V + Traits::kColumns - 1) / Traits::kColumns;
   const int64_t blocks = p.B * p.H * tiles;
   plan.segments = 1;
@@ -5599,12 +5644,12 @@ TensorPlan plan_tiles(const Params& p, const Device& device) {
   return plan;
 }
 
-// `overlaps`: it may begin before the launch ahead of it has ended.
-template <class Traits, Walk kWalk>
-cudaError_t launch_tensor_kernel(const Params& p, const TensorLaunch& launch, bool overlaps,
-                                 cudaStream_t stream) {
-  const auto kernel = tensor_forward<Traits, kWalk>;
-  const int shared = launch.stages * Traits::kStageBytes + Traits::kOtherBytes;
+// `overlaps`: it may begin before the launch ahead of it has ended, which lets it. (The runtime
+// captures such launches from 12.3 on.)
+template <class Kernel, typename... Given>
+cudaError_t launch_block_kernel(Kernel kernel, int64_t blocks, int threads, int shared,
+                                bool overlaps, const Device& device, cudaStream_t stream,
+                                const Given&... given) {
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error != cudaSuccess) return error;
@@ -5612,13 +5657,22 @@ cudaError_t launch_tensor_kernel(const Params& p, const TensorLaunch& launch, bo
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = static_cast<unsigned>(p.B * p.H * launch.tiles * launch.segments);
-  config.blockDim = Traits::kThreads;
+  config.gridDim = static_cast<unsigned>(blocks);
+  config.blockDim = static_cast<unsigned>(threads);
   config.dynamicSmemBytes = shared;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = overlaps ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, p, launch);
+  config.numAttrs = overlaps && CUDART_VERSION >= 12030 && device.capability >= 9 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, given...);
+}
+
+template <class Traits, Walk kWalk>
+cudaError_t launch_tensor_kernel(const Params& p, const TensorLaunch& launch, bool overlaps,
+                                 const Device& device, cudaStream_t stream) {
+  const int64_t blocks = p.B * p.H * launch.tiles * launch.segments;
+  const int shared = launch.stages * Traits::stage_bytes(kWalk) + Traits::kOtherBytes;
+  return launch_block_kernel(tensor_forward<Traits, kWalk>, blocks, Traits::kThreads, shared,
+                             overlaps, device, stream, p, launch);
 }
 
 template <class Traits, Walk kWalk>
@@ -5630,7 +5684,7 @@ cudaError_t launch_walk(const Params& p, const Device& device, const TensorPlan&
   launch.segment_steps = plan.segment_steps;
   launch.shift = plan.shift;
   launch.tiles = (p.V + Traits::kColumns - 1) / Traits::kColumns;
-  launch.stages = tensor_stages<Traits>(device);
+  launch.stages = tensor_stages<Traits>(device, kWalk);
   launch.scale = static_cast<float>(p.scale);
   launch.parts = plan.parts;
   launch.all_parts = plan.segments * plan.parts;
@@ -5640,13 +5694,12 @@ cudaError_t launch_walk(const Params& p, const Device& device, const TensorPlan&
     TensorLaunch ends = launch;
     ends.segments = launch.all_parts;
     ends.segment_steps /= plan.parts;
-    const cudaError_t error = launch_tensor_kernel<Traits, kEnds>(p, ends, false, stream);
+    ends.stages = tensor_stages<Traits>(device, kEnds);
+    const cudaError_t error = launch_tensor_kernel<Traits, kEnds>(p, ends, false, device, stream);
     if (error != cudaSuccess) return error;
   }
   launch.checkpoints = checkpoints;
-  // The runtime captures overlapping launches from 12.3 on.
-  const bool overlaps = has_ends && CUDART_VERSION >= 12030 && device.capability >= 9;
-  return launch_tensor_kernel<Traits, kWalk>(p, launch, overlaps, stream);
+  return launch_tensor_kernel<Traits, kWalk>(p, launch, has_ends, device, stream);
 }
 
 template <typename Element, typename Gate>
@@ -5789,16 +5842,12 @@ struct GradientKernels {
   }
 
   static cudaError_t launch(const Params& p, const Gradients& grads, const GradientLaunch& launch,
-                            cudaStream_t stream) {
+                            const Device& device, cudaStream_t stream) {
     return with_traits(p, [&](auto traits) {
       using Traits = decltype(traits);
-      const auto kernel = tensor_backward<Traits>;
-      const cudaError_t error =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kBytes);
-      if (error != cudaSuccess) return error;
-      const unsigned blocks = static_cast<unsigned>(p.B * p.H * launch.chunks);
-      kernel<<<blocks, Traits::kThreads, Traits::kBytes, stream>>>(p, grads, launch);
-      return cudaGetLastError();
+      return launch_block_kernel(tensor_backward<Traits>, p.B * p.H * launch.chunks,
+                                 Traits::kThreads, Traits::kBytes, true, device, stream, p, grads,
+                                 launch);
     });
   }
 };
@@ -5891,7 +5940,7 @@ cudaError_t launch_gradients(Params p, const Gradients& grads, void* scratch, cu
   launch.states = p.states != nullptr ? p.states : place(at.states);
   launch.flows = place(at.flows);
   return with_gradient_kernels<Element>(
-      p, [&](auto kernels) { return kernels.launch(p, grads, launch, stream); });
+      p, [&](auto kernels) { return kernels.launch(p, grads, launch, device, stream); });
 }
 
 // ---- Backward on SIMT kernels.
@@ -8246,7 +8295,6 @@ _CXX_FLAGS = ["-O3"]
 _NVCC_FLAGS = ["-O3"]
 _CUDA_PARTS, _CPP_PARTS = 8, 3  # of the sources, see GATED_DELTA_PART there
 
-
 def _library_hash() -> str:
     """Stands for all that a compiled library depends on, apart from the GPU architectures."""
     parts = [CUDA_SOURCE, CPP_SOURCE, *_CXX_FLAGS, *_NVCC_FLAGS, str(_CUDA_PARTS), str(_CPP_PARTS)]
@@ -8254,12 +8302,10 @@ def _library_hash() -> str:
     parts += [str(sysconfig.get_config_var("SOABI")), platform.machine(), __version__]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
-
 def _cache_root() -> str:
     """The folder of compiled extensions: TORCH_EXTENSIONS_DIR, or torch's own default."""
     default = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "torch_extensions")
     return os.path.abspath(os.environ.get("TORCH_EXTENSIONS_DIR") or default)
-
 
 class _explain(contextlib.AbstractContextManager):
     """Turns exceptions of the given kinds into a RuntimeError that begins with `advice`."""
@@ -8271,7 +8317,6 @@ class _explain(contextlib.AbstractContextManager):
     def __exit__(self, kind, error, traceback) -> None:
         if kind is not None and issubclass(kind, self.kinds):
             raise RuntimeError(f"gated_delta_jit: {self.advice}\n{error}") from None
-
 
 def _visible_architectures() -> list[str]:
     """Compute capabilities of this machine's GPUs, such as ["90"], read from NVML: no CUDA context, no cuInit."""
@@ -8295,7 +8340,6 @@ def _visible_architectures() -> list[str]:
         nvml.nvmlShutdown()
     return sorted(architectures, key=int)
 
-
 def _wanted_architectures() -> list[str]:
     """Architectures to build for, such as ["80", "90a", "100ptx"]: TORCH_CUDA_ARCH_LIST, else this machine's GPUs."""
     if torch.version.cuda is None:
@@ -8315,7 +8359,6 @@ def _wanted_architectures() -> list[str]:
         wanted.add(f"{match[1]}{match[2]}{match[3]}{'ptx' if match[4] else ''}")
     return sorted(wanted, key=lambda name: (int(re.match(r"\d+", name)[0]), name))
 
-
 def _covers(variant: str, wanted: list[str]) -> bool:
     """Can a library of this variant run on every wanted architecture?"""
     held = [re.fullmatch(r"sm(\d+)(\d)([af]?)(ptx)?", name) for name in variant.split("_")]
@@ -8334,7 +8377,6 @@ def _covers(variant: str, wanted: list[str]) -> bool:
 
     return all(any(runs_on(have, want) for have in held) for want in wanted)
 
-
 def _find_library(root: str, stem: str, wanted: list[str]) -> str | None:
     """Path of a finished library that serves this machine, or None."""
     exact = "_".join(f"sm{name}" for name in wanted) or "cpu"
@@ -8346,7 +8388,6 @@ def _find_library(root: str, stem: str, wanted: list[str]) -> str | None:
         if os.path.isfile(path) and _covers(entry[len(stem) + 1 :], wanted):
             return path
     return None
-
 
 def _toolkit() -> str | None:
     """The CUDA toolkit's folder: CUDA_HOME, CUDA_PATH, the one behind the nvcc on PATH, or /usr/local/cuda."""
@@ -8371,7 +8412,6 @@ def _toolkit() -> str | None:
             return os.path.realpath(top[1].strip())
     return "/usr/local/cuda" if complete("/usr/local/cuda") else None
 
-
 @contextlib.contextmanager
 def _file_lock(path: str):
     """Holds an exclusive lock on a file. The system releases it with its holder; a file left behind means nothing."""
@@ -8380,7 +8420,6 @@ def _file_lock(path: str):
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
 
 @contextlib.contextmanager
 def _environment(**values: str):
@@ -8398,7 +8437,6 @@ def _environment(**values: str):
         stack.callback(restore)
         os.environ.update(values)
         yield
-
 
 def _compile(name: str, folder: str, architectures: list[str], toolkit: str | None) -> None:
     """Builds <folder>/<name>.so. The caller holds the lock."""
@@ -8472,7 +8510,6 @@ def _compile(name: str, folder: str, architectures: list[str], toolkit: str | No
         cpp_extension.load(name=name, sources=paths, build_directory=build, **options)
     os.replace(os.path.join(build, f"{name}.so"), os.path.join(folder, f"{name}.so"))
 
-
 def _load_library():
     """Finds or builds the compiled library and loads it, once in a process. Returns it, its path and what it lacks."""
     if sys.platform == "win32":
@@ -8522,11 +8559,9 @@ def _load_library():
         torch.library.register_fake(f"{name}::step", _fake_step)
     return library, path, lacks
 
-
 # ==================================================================================================================
 # The operator
 # ==================================================================================================================
-
 
 def _check_shapes(q, k, v, gate, initial_state, cu_seqlens=None) -> None:
     """What the C++ side checks of real tensors, for fake and meta tensors."""
@@ -8563,14 +8598,11 @@ def _check_shapes(q, k, v, gate, initial_state, cu_seqlens=None) -> None:
     if initial_state is not None:
         check("initial_state", initial_state, _state_shape(q, v, cu_seqlens))
 
-
 def _state_shape(q, v, cu_seqlens):
     return (q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, v.shape[2], q.shape[3], v.shape[3])
 
-
 def _state_dtype(q: torch.Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
-
 
 def _fake_forward(q, k, v, gate, initial_state, scale, output_final_state, log_gate, cu_seqlens=None):
     """Shapes and dtypes of the results, for torch.compile, fake and meta tensors."""
@@ -8578,7 +8610,6 @@ def _fake_forward(q, k, v, gate, initial_state, scale, output_final_state, log_g
     state_shape = _state_shape(q, v, cu_seqlens) if output_final_state else (0,)
     y = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     return y, torch.empty(state_shape, dtype=_state_dtype(q), device=q.device)
-
 
 def _fake_backward(q, k, v, gate, initial_state, dy, dfinal_state, scale, log_gate, needed, cu_seqlens=None):
     """Likewise for the gradients."""
@@ -8589,7 +8620,6 @@ def _fake_backward(q, k, v, gate, initial_state, dy, dfinal_state, scale, log_ga
         torch.empty(shape if wanted else (0,), dtype=dtype if wanted else q.dtype, device=q.device)
         for shape, dtype, wanted in zip(shapes, dtypes, needed, strict=True)
     )
-
 
 def _fake_step(q, k, v, gate, state, state_indices, scale, log_gate):
     """Shape and dtype of a decode step's result."""
@@ -8615,7 +8645,6 @@ def _fake_step(q, k, v, gate, state, state_indices, scale, log_gate):
         check(state_indices.shape == (B,), "state_indices", f"({B},)", state_indices)
     return torch.empty(v.shape, dtype=q.dtype, device=q.device)
 
-
 def _check_kinds(tensors, scale, **flags) -> None:
     """Refuses what the operator's schema would refuse with a message that helps less."""
     q = tensors["q"]
@@ -8631,7 +8660,6 @@ def _check_kinds(tensors, scale, **flags) -> None:
         raise ValueError(f"gated_delta: `q` must be on a CPU or a CUDA device, got {q.device}")
     if q.device.type == "cuda" and not HAS_CUDA:
         raise RuntimeError(f"gated_delta: `q` is on {q.device}, but this build has no CUDA kernels: {_LACKS}")
-
 
 def gated_delta(
     q: torch.Tensor,
@@ -8699,7 +8727,6 @@ def gated_delta(
     y, final_state = OPERATOR(q, k, v, gate, initial_state, scale, output_final_state, log_gate, cu_seqlens)
     return y, (final_state if output_final_state else None)
 
-
 def gated_delta_step(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -8741,13 +8768,11 @@ def gated_delta_step(
         _check_kinds(tensors, scale, log_gate=log_gate)
     return OPERATOR_STEP(q, k, v, gate, state, state_indices, scale, log_gate)
 
-
 class ModelNew(torch.nn.Module):
     """`gated_delta` as a module without parameters: scale 1, zero state, y alone. KernelBench's name for it."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return gated_delta(q, k, v, gate)[0]
-
 
 def _main(arguments: list[str]) -> None:
     """`--dump DIR` writes the CUDA and C++ texts; anything else prints how to use it."""
@@ -8757,7 +8782,6 @@ def _main(arguments: list[str]) -> None:
     for name, source in {"gated_delta.cu": CUDA_SOURCE, "gated_delta.cpp": CPP_SOURCE}.items():
         with open(os.path.join(arguments[1], name), "w") as file:
             file.write(source)
-
 
 if __name__ == "__main__":
     _main(sys.argv[1:])
