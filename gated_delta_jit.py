@@ -1047,8 +1047,26 @@ __device__ __forceinline__ uint64_t wgmma_matrix(uint32_t address, uint32_t pane
 }
 
 // d = a b, or d += a b if `add`: a (64, 16), a warp's 16 rows as for mma_16x8x16; b (16, n), with n
-// = 32, 64 or 128 by the size of d, a matrix in shared memory with its 16 elements in a row or, if
+// = 16 to 128 by the size of d, a matrix in shared memory with its 16 elements in a row or, if
 // kTransposed, its n elements.
+template <typename Element, bool kTransposed>
+__device__ __forceinline__ void wgmma_64x16(float (&d)[2][4], const uint32_t (&a)[4], uint64_t b,
+                                            int add) {
+#define GATED_DELTA_WGMMA(type)                                                                   \
+  asm volatile(                                                                                   \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %13, 0;\n"                                            \
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32." type "." type                                 \
+      " {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, add, 1, 1, %14;\n}"            \
+      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), \
+        "+f"(d[1][2]), "+f"(d[1][3])                                                              \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(kTransposed))
+  if constexpr (std::is_same_v<Element, __half>) {
+    GATED_DELTA_WGMMA("f16");
+  } else {
+    GATED_DELTA_WGMMA("bf16");
+  }
+#undef GATED_DELTA_WGMMA
+}
 template <typename Element, bool kTransposed>
 __device__ __forceinline__ void wgmma_64x16(float (&d)[4][4], const uint32_t (&a)[4], uint64_t b,
                                             int add) {
@@ -1238,7 +1256,7 @@ struct TensorTraits {
   // Rows of q and k lie in panels of 128 bytes, as wgmma wants them; float32 ones in one piece.
   static constexpr int kPanel = kFloat || kRows < 64 ? kRows : 64;
   static constexpr bool kWgmma =
-      !kFloat && (kRows == 64 || kRows == 128) && kWarps % 4 == 0 && kParts == 1;
+      !kFloat && (kRows == 64 || kRows == 128 || kRows == 256) && kWarps % 4 == 0 && kParts == 1;
   using RowTile = SharedTile<Element, kPanel, kSteps>;
   using ColumnTile = SharedTile<Element, kColumns, kSteps>;
   using GateTile = SharedTile<Gate, kColumns, kSteps>;
@@ -2271,6 +2289,8 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
 #else
   constexpr bool kWgmma = false;
 #endif
+  // The largest state leaves no registers for all of its own operands at once.
+  constexpr bool kAllWgmma = kWgmma && kSixteens <= 8;
   constexpr uint32_t kStageBytes = Traits::stage_bytes(kWalk);
   constexpr uint32_t kOfK = kStateOnly ? 0 : Traits::kRowOperand;
   constexpr uint32_t kOfV = kOfK + Traits::kRowOperand;
@@ -2774,8 +2794,9 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
 
       // ---- What the state before the chunk gives to each step; the state after it.
       float y[2 * kTiles][4];
-      float p_rows[2 * kTiles][4];  // of wgmma: 16 rows a warp
-      uint32_t left[kWgmma ? kSixteens : 1][4];
+      float p_rows[kAllWgmma ? 2 * kTiles : 1][4];  // of wgmma: 16 rows a warp
+      constexpr int kLeft = kAllWgmma ? kSixteens : 8;  // operands at once
+      uint32_t left[kWgmma ? kLeft : 1][4];
       uint32_t carried[kTiles][4];
       constexpr int kGroups = (Traits::kWarps + 3) / 4;
       const bool makes_p = kGroups == 1 || warp / 4 == chunk % kGroups;
@@ -2787,7 +2808,37 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
 #pragma unroll
           for (int n = 0; n < 4; ++n) carried[u][n] = values[n].bits;
         }
-        if constexpr (!kStateOnly) {
+        const uint64_t q_now = wgmma_matrix(stage, 0);
+        const uint64_t k_now = wgmma_matrix(stage + kOfK, Traits::RowTile::kPanelBytes);
+        if constexpr (!kStateOnly && !kAllWgmma) {
+          // Four operands after the other: two fours are there at a time.
+#pragma unroll
+          for (int kk = 0; kk < kSixteens; ++kk) {
+            uint32_t(&now)[4] = left[kk % kLeft];
+            if (kk >= kLeft && kk % 4 == 0) {
+              wgmma_wait<1>();
+#pragma unroll
+              for (int n = 0; n < 4; ++n) wgmma_hold(left[(kk + n) % kLeft]);
+            }
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+              now[n] = make_operand<Element>(state[2 * kk + n / 2][n % 2 * 2],
+                                             state[2 * kk + n / 2][n % 2 * 2 + 1])
+                           .bits;
+            }
+            if (kk % 4 < 3) continue;
+#pragma unroll
+            for (int n = 3; n >= 0; --n) wgmma_hold(left[(kk - n) % kLeft]);
+            wgmma_fence();
+#pragma unroll
+            for (int n = 3; n >= 0; --n) {
+              wgmma_64x16<Element, false>(y, left[(kk - n) % kLeft], q_now + rows_on(kk - n),
+                                          kk - n > 0);
+            }
+            wgmma_commit();
+          }
+        }
+        if constexpr (!kStateOnly && kAllWgmma) {
 #pragma unroll
           for (int n = 0; n < 4 * kSixteens; ++n) {
             left[n / 4][n % 4] =
@@ -2800,14 +2851,12 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
         for (int n = 0; n < 2 * kSixteens; ++n) wgmma_hold(state[n]);
 #pragma unroll
         for (int u = 0; u < kTiles; ++u) wgmma_hold(carried[u]);
-        if constexpr (!kStateOnly) {
+        if constexpr (!kStateOnly && kAllWgmma) {
 #pragma unroll
           for (int kk = 0; kk < kSixteens; ++kk) wgmma_hold(left[kk]);
         }
         wgmma_fence();
-        const uint64_t q_now = wgmma_matrix(stage, 0);
-        const uint64_t k_now = wgmma_matrix(stage + kOfK, Traits::RowTile::kPanelBytes);
-        if constexpr (!kStateOnly) {
+        if constexpr (!kStateOnly && kAllWgmma) {
 #pragma unroll
           for (int kk = 0; kk < kSixteens; ++kk) {
             wgmma_64x16<Element, false>(y, left[kk], q_now + rows_on(kk), kk > 0);
@@ -2816,7 +2865,15 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
         }
 #pragma unroll
         for (int u = 0; u < kTiles; ++u) {
-          wgmma_64x16<Element, true>(state, carried[u], k_now + u * Traits::kRowTile / 16, 1);
+          const uint64_t k_tile = k_now + u * Traits::kRowTile / 16;
+          if constexpr (kSixteens <= 8) {
+            wgmma_64x16<Element, true>(state, carried[u], k_tile, 1);
+          } else {
+            using Half = float (&)[16][4];
+            wgmma_64x16<Element, true>(reinterpret_cast<Half>(state[0]), carried[u], k_tile, 1);
+            wgmma_64x16<Element, true>(reinterpret_cast<Half>(state[16]), carried[u],
+                                       k_tile + rows_on(8), 1);
+          }
         }
         wgmma_commit();
       } else {
@@ -2829,12 +2886,19 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       wait_for_all_but(launch.stages - 4);
       if constexpr (kWgmma) fence_for_wgmma();
       __syncthreads();
+      if constexpr (kWgmma && !kAllWgmma && !kStateOnly) {
+        wgmma_wait<1>();
+#pragma unroll
+        for (int n = 0; n < kLeft; ++n) wgmma_hold(left[n]);
+#pragma unroll
+        for (int n = 0; n < 2 * kTiles; ++n) wgmma_hold(y[n]);
+      }
       start_loading(chunk + launch.stages - 1,
                     (stage == shared ? ring_end : stage) - kStageBytes);
       if constexpr (!Traits::kEarly) load_gates(tiles, 0, chunk + 1, next);
 
       // ---- P of the chunk after the next.
-      if constexpr (kWgmma && !kStateOnly) {
+      if constexpr (kAllWgmma && !kStateOnly) {
         // wgmma takes 64 rows of q, a chunk has 32: the others are whatever follows in memory, and
         // warps 2 and 3, whose results they are, don't store them.
         if (makes_p) {
@@ -2860,7 +2924,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
 
       // ---- Outputs, by way of v's place in shared memory, where only this warp reads.
       if constexpr (!kStateOnly) {
-        if constexpr (kWgmma) {
+        if constexpr (kAllWgmma) {
           wgmma_wait<2>();
 #pragma unroll
           for (int kk = 0; kk < kSixteens; ++kk) wgmma_hold(left[kk]);
@@ -2894,7 +2958,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
         for (int u = 0; u < kTiles; ++u) wgmma_hold(carried[u]);
 #pragma unroll
         for (int n = 0; n < 2 * kSixteens; ++n) wgmma_hold(state[n]);
-        if constexpr (!kStateOnly) {
+        if constexpr (!kStateOnly && kAllWgmma) {
 #pragma unroll
           for (int n = 0; n < 2 * kTiles; ++n) wgmma_hold(p_rows[n]);
           if (makes_p && warp % 4 < 2) store_products(p_rows, chunk + 2, warp % 4);

@@ -75,7 +75,7 @@ __device__ __forceinline__ uint64_t wgmma_matrix(uint32_t address, uint32_t pane
 }
 template <typename Element, bool kTransposed, int kEights>
 __device__ __forceinline__ void wgmma_64x16(float (&d)[kEights][4], const uint32_t (&a)[4], uint64_t b, int add) {
-  static_assert(kEights == 4 || kEights == 8 || kEights == 16, "the source has no other");
+  static_assert(kEights == 2 || kEights == 4 || kEights == 8 || kEights == 16, "the source has no other");
   constexpr bool kHalf = ::emu::mma_kind<Element>(16) == ::emu::kMmaHalf16;
   ::emu::wgmma({kHalf, 8 * kEights, kTransposed, d[0], a, 0, b, add});
 }
