@@ -4254,6 +4254,47 @@ struct LevelSums {
   }
 };
 
+// M within the four steps of a lane: [t][s], s <= t, of its own columns.
+struct LaneSums {
+  float at[4][4];
+
+  __device__ __forceinline__ void add(const LaneTile& dy, int t, const LaneTile& v, int s) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      at[t][s] = fmaf(dy.at[t / 2][h][t % 2], v.at[s / 2][h][s % 2], at[t][s]);
+    }
+  }
+
+  // Joins them over columns with the tile's sums.
+  template <typename Element>
+  __device__ __forceinline__ void join(LevelSums<Element>& m) {
+    const int lane = threadIdx.x % 32;
+    const bool same_four = lane / 8 == lane % 4;
+    const bool is_odd = lane / 4 % 2 == 1;
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+#pragma unroll
+      for (int s = 0; s <= t; ++s) {
+        float& sum = at[t][s];
+        sum += __shfl_xor_sync(~0u, sum, 4);
+        sum += __shfl_xor_sync(~0u, sum, 8);
+        sum += __shfl_xor_sync(~0u, sum, 16);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int t = c / 2 * 2;
+        const int s = 2 * n + c % 2;
+        const float even = s <= t ? at[t][s] : 0.0f;
+        const float odd = s <= t + 1 ? at[t + 1][s] : 0.0f;
+        if (same_four) m.at[n][c] += is_odd ? odd : even;
+      }
+    }
+  }
+};
+
 // The operands of M: dy as left one (steps, columns), v as right one (columns, steps).
 template <typename Element>
 __device__ __forceinline__ void transpose_left(Operand<Element> (&to)[4], const LaneTile& tile) {
@@ -4411,7 +4452,7 @@ struct GradientTile {
 // are the gradients of the gate and of v.
 template <typename Element>
 __device__ __forceinline__ void descend_in_lane(float (&z)[2][4], float (&w)[2][4], float (&e)[2],
-                                                LevelSums<Element>& m, const Products<Element>& p,
+                                                LaneSums& m, const Products<Element>& p,
                                                 const LaneTile& v, const LaneTile& dy,
                                                 const float (&gate)[2][2][2]) {
   uint32_t lane = threadIdx.x % 32;
@@ -4422,8 +4463,6 @@ __device__ __forceinline__ void descend_in_lane(float (&z)[2][4], float (&w)[2][
   float pair[2][2];
 #pragma unroll
   for (int n = 0; n < 4; ++n) pair[n / 2][n % 2] = gate[n / 2][n % 2][0] * gate[n / 2][n % 2][1];
-  Operand<Element> dy_left[4];
-  Operand<Element> v_right[4];
 
   // ---- Two from two: from here on within a lane.
   float each[2][2];  // e of the lane's pairs
@@ -4452,10 +4491,8 @@ __device__ __forceinline__ void descend_in_lane(float (&z)[2][4], float (&w)[2][
     const Operand<Element> kept = masks.quad.of(p.at[1]);
     add_8(z[1], v_left[0], v_left[1], kept);
     add_8(w[0], dy_right[2], dy_right[3], transposed_operand(kept));
-    transpose_left<Element>(dy_left, dy_here);
-    transpose_right<Element>(v_right, v_here);
-    const bool same_four = group / 2 == quad;
-    m.add(dy_left, v_right, [&](int n, int c) { return n == 0 && c >= 2 && same_four; });
+#pragma unroll
+    for (int n = 0; n < 4; ++n) m.add(dy_here, 2 + n / 2, v_here, n % 2);
   }
   // ---- One from one, and each step's own.
   Operand<Element> v_left[4];
@@ -4487,11 +4524,10 @@ __device__ __forceinline__ void descend_in_lane(float (&z)[2][4], float (&w)[2][
     add_8(w[s], dy_right[2 * s], dy_right[2 * s + 1], transposed_operand(kept));
     add_8(w[s], own_left[2 * s], own_left[2 * s + 1], masks.same.of(p.at[3 * s]));
   }
-  transpose_right<Element>(v_right, v);
-  transpose_left<Element>(dy_left, dy_here);
-  m.add(dy_left, v_right, [&](int n, int c) { return c == 2 * n && group == 2 * quad + 1; });
-  transpose_left<Element>(dy_left, dy);
-  m.add(dy_left, v_right, [&](int n, int c) { return c / 2 == n && group == 2 * quad + c % 2; });
+#pragma unroll
+  for (int n = 0; n < 4; ++n) m.add(dy, n, v, n);
+  m.add(dy_here, 1, v, 0);
+  m.add(dy_here, 3, v, 2);
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
     const int s = n / 4;
@@ -4731,6 +4767,7 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
   const uint32_t dy_tile = q_tile + Traits::kOfDy;
   const uint32_t gate_tile = shared + Traits::kOfGate + tile * 16 * Traits::GateTile::kRowBytes;
   LevelSums<Element> own = {};
+  LaneSums own_fours = {};
   const int turns = (static_cast<uint32_t>(checkpoints.column_blocks) + kGroups - 1) / kGroups;
   for (int turn = 0; turn < turns; ++turn) {
     const int columns = turn * kGroups + column_group;
@@ -4950,7 +4987,7 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
       float gates[2][2][2];
       load_gates(gates);
       products.load(products_at(tile, tile));
-      descend_in_lane(z, w, e, own, products, v.tile(), dy.tile(), gates);
+      descend_in_lane(z, w, e, own_fours, products, v.tile(), dy.tile(), gates);
       if (p.log_gate) {
 #pragma unroll
         for (int n = 0; n < 8; ++n) z[n / 4][n % 4] *= gates[n / 4][n / 2 % 2][n % 2];
@@ -5005,6 +5042,7 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
   load_slice(slice_of(0));
 
   // ---- M: the sum over groups of columns, in their order, times scale.
+  own_fours.join(own);
   __syncthreads();
   const uint32_t own_sums = shared + Traits::kOfP + tile * Traits::kSumBytes + lane * 16;
   if constexpr (kGroups == 2) {
