@@ -1271,7 +1271,7 @@ struct TensorTraits {
     return leaves_states_alone(walk) ? kStageBytes - kRowOperand : kStageBytes;
   }
   static __host__ __device__ constexpr int blocks(Walk walk) {
-    return leaves_states_alone(walk) && kRows == 64 ? kBlocks * 3 / 2 : kBlocks;
+    return walk == Walk::kStates && kRows == 64 ? kBlocks * 3 / 2 : kBlocks;
   }
   static constexpr int kProducts = kTiles * kTiles;
   static constexpr int kProductBytes = 16 * 16 * sizeof(Element);
@@ -1776,6 +1776,22 @@ struct LevelMasks {
         whole(quad < 2 && group >= 4, quad < 2 && group >= 4) {}
 };
 
+// The same of P's transpose, but for `same`, which is alike.
+template <typename Element>
+struct TransposedMasks {
+  Mask<Element> pair;
+  Mask<Element> quad;
+  Mask<Element> eight;
+  Mask<Element> whole;
+
+  __device__ __forceinline__ TransposedMasks(int group, int quad)
+      : pair(false, group == 2 * quad),
+        quad(group / 2 == quad, group / 2 == quad),
+        eight(group / 2 % 2 == 0 && quad == group / 2 + 1,
+              group / 2 % 2 == 0 && quad == group / 2 + 1),
+        whole(group < 4 && quad >= 2, group < 4 && quad >= 2) {}
+};
+
 // A 16 x 16 block of P as right operand: at[2 n + m] has slots 8 n ... of k and 8 m ... of q.
 template <typename Element>
 struct Products {
@@ -1850,14 +1866,51 @@ __device__ __forceinline__ Operand<Element> transposed_operand(const Operand<Ele
   }
 }
 
-// The transpose of a block of P.
+// For a block of P that is wanted transposed too, 16-bit elements lie in memory as four matrices,
+// one after the other.
 template <typename Element>
-__device__ __forceinline__ Products<Element> transposed_products(const Products<Element>& from) {
-  Products<Element> to;
+struct TwoWayProducts : Products<Element> {
+  using Products<Element>::at;
+
+  static __device__ __forceinline__ void store(uint32_t block, const float (&p)[2][4]) {
+    if constexpr (std::is_same_v<Element, float>) {
+      Products<float>::store(block, p);
+    } else {
 #pragma unroll
-  for (int n = 0; n < 4; ++n) to.at[n] = transposed_operand(from.at[n % 2 * 2 + n / 2]);
-  return to;
-}
+      for (int n = 0; n < 4; ++n) {
+        const float (&four)[4] = p[n / 2];
+        store_shared(block + n * 128 + threadIdx.x % 32 * 4,
+                     make_operand<Element>(four[n % 2 * 2], four[n % 2 * 2 + 1]).bits);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load(uint32_t block) {
+    if constexpr (std::is_same_v<Element, float>) {
+      Products<float>::load(block);
+    } else {
+      uint32_t words[4];
+      load_matrices(words, block + threadIdx.x % 32 * 16);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) at[n].bits = words[n];
+    }
+  }
+
+  __device__ __forceinline__ void load_transposed(uint32_t block) {
+    if constexpr (std::is_same_v<Element, float>) {
+      Products<float> from;
+      from.load(block);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) at[n] = transposed_operand(from.at[n % 2 * 2 + n / 2]);
+    } else {
+      const uint32_t lane = threadIdx.x % 32;
+      uint32_t words[4];
+      load_matrices_transposed(words, block + (lane & 7) * 16 + (lane & 8) * 32 + (lane & 16) * 8);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) at[n].bits = words[n];
+    }
+  }
+};
 
 // Dyadic gating: 16 steps of a warp's 16 columns. A lane has four steps of each of its columns, so
 // levels 2 and 4 stay within it, and levels 8 and 16 take an exchange of decays each.
@@ -4265,31 +4318,25 @@ struct LaneSums {
     }
   }
 
-  // Joins them over columns with the tile's sums.
+  // Joins them over columns with the tile's sums, where lanes of even groups have even t.
   template <typename Element>
-  __device__ __forceinline__ void join(LevelSums<Element>& m) {
+  __device__ __forceinline__ void join(LevelSums<Element>& m) const {
     const int lane = threadIdx.x % 32;
-    const bool same_four = lane / 8 == lane % 4;
     const bool is_odd = lane / 4 % 2 == 1;
-#pragma unroll
-    for (int t = 0; t < 4; ++t) {
-#pragma unroll
-      for (int s = 0; s <= t; ++s) {
-        float& sum = at[t][s];
-        sum += __shfl_xor_sync(~0u, sum, 4);
-        sum += __shfl_xor_sync(~0u, sum, 8);
-        sum += __shfl_xor_sync(~0u, sum, 16);
-      }
-    }
+    const bool same_four = lane / 8 == lane % 4;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         const int t = c / 2 * 2;
         const int s = 2 * n + c % 2;
+        if (s > t + 1) continue;
         const float even = s <= t ? at[t][s] : 0.0f;
-        const float odd = s <= t + 1 ? at[t + 1][s] : 0.0f;
-        if (same_four) m.at[n][c] += is_odd ? odd : even;
+        float sum = is_odd ? at[t + 1][s] : even;
+        sum += __shfl_xor_sync(~0u, is_odd ? even : at[t + 1][s], 4);
+        sum += __shfl_xor_sync(~0u, sum, 8);
+        sum += __shfl_xor_sync(~0u, sum, 16);
+        if (same_four) m.at[n][c] += sum;
       }
     }
   }
@@ -4361,12 +4408,17 @@ struct GradientTile {
   // From the tile's z, w and e to those of a lane's four steps, by levels 16 and 8; m takes in
   // these levels of the tile's block of M, without scale.
   __device__ __forceinline__ void descend(float (&z)[2][4], float (&w)[2][4], float (&e)[2],
-                                          LevelSums<Element>& m, const Products<Element>& p) const {
+                                          LevelSums<Element>& m, uint32_t products) const {
     uint32_t lane = threadIdx.x % 32;
     keep(lane);  // masks are quickly made: registers are worth more
     const int group = lane / 4;
     const int quad = lane % 4;
     const LevelMasks<Element> masks(group, quad);
+    const TransposedMasks<Element> transposed(group, quad);
+    TwoWayProducts<Element> p;
+    TwoWayProducts<Element> back;
+    p.load(products);
+    back.load_transposed(products);
     Operand<Element> dy_left[4];
     Operand<Element> v_right[4];
 
@@ -4377,7 +4429,8 @@ struct GradientTile {
       const LaneTile v_here = v_ahead.times(after);
       const LaneTile dy_here = dy_back.times(before);
       split(e, z, w, v_here, dy_here, quad / 2 == 1, 2, other_sixteen);
-      add_level(z, w, v_here, dy_here, p, masks.whole);
+      add_level(z, v_here, p, masks.whole);
+      add_level(w, dy_here, back, transposed.whole);
       transpose_left<Element>(dy_left, dy_here);
       transpose_right<Element>(v_right, v_here);
       const bool kept = quad < 2 && group >= 4;
@@ -4386,7 +4439,8 @@ struct GradientTile {
     // ---- Four from four.
     {
       split(e, z, w, v_ahead, dy_back, quad % 2 == 1, 1, other_eight);
-      add_level(z, w, v_ahead, dy_back, p, masks.eight);
+      add_level(z, v_ahead, p, masks.eight);
+      add_level(w, dy_back, back, transposed.eight);
       transpose_left<Element>(dy_left, dy_back);
       transpose_right<Element>(v_right, v_ahead);
       const bool kept = quad % 2 == 0 && group / 2 == quad + 1;
@@ -4430,21 +4484,13 @@ struct GradientTile {
     }
   }
 
-  static __device__ __forceinline__ void add_level(float (&z)[2][4], float (&w)[2][4],
-                                                   const LaneTile& v_here, const LaneTile& dy_here,
+  static __device__ __forceinline__ void add_level(float (&to)[2][4], const LaneTile& carried,
                                                    const Products<Element>& p,
                                                    const Mask<Element>& mask) {
-    Products<Element> kept;
-#pragma unroll
-    for (int n = 0; n < 4; ++n) kept.at[n] = mask.of(p.at[n]);
     Operand<Element> left[4];
-    v_here.operand(left);
+    carried.operand(left);
 #pragma unroll
-    for (int n = 0; n < 2; ++n) add_16(z[n], left, kept.at[n], kept.at[n + 2]);
-    kept = transposed_products(kept);
-    dy_here.operand(left);
-#pragma unroll
-    for (int n = 0; n < 2; ++n) add_16(w[n], left, kept.at[n], kept.at[n + 2]);
+    for (int n = 0; n < 2; ++n) add_16(to[n], left, mask.of(p.at[n]), mask.of(p.at[n + 2]));
   }
 };
 
@@ -4452,7 +4498,7 @@ struct GradientTile {
 // are the gradients of the gate and of v.
 template <typename Element>
 __device__ __forceinline__ void descend_in_lane(float (&z)[2][4], float (&w)[2][4], float (&e)[2],
-                                                LaneSums& m, const Products<Element>& p,
+                                                LaneSums& m, uint32_t products,
                                                 const LaneTile& v, const LaneTile& dy,
                                                 const float (&gate)[2][2][2]) {
   uint32_t lane = threadIdx.x % 32;
@@ -4460,6 +4506,11 @@ __device__ __forceinline__ void descend_in_lane(float (&z)[2][4], float (&w)[2][
   const int group = lane / 4;
   const int quad = lane % 4;
   const LevelMasks<Element> masks(group, quad);
+  const TransposedMasks<Element> transposed(group, quad);
+  TwoWayProducts<Element> p;
+  TwoWayProducts<Element> back;
+  p.load(products);
+  back.load_transposed(products);
   float pair[2][2];
 #pragma unroll
   for (int n = 0; n < 4; ++n) pair[n / 2][n % 2] = gate[n / 2][n % 2][0] * gate[n / 2][n % 2][1];
@@ -4488,9 +4539,8 @@ __device__ __forceinline__ void descend_in_lane(float (&z)[2][4], float (&w)[2][
     Operand<Element> dy_right[4];
     v_here.operand(v_left);
     dy_here.operand(dy_right);
-    const Operand<Element> kept = masks.quad.of(p.at[1]);
-    add_8(z[1], v_left[0], v_left[1], kept);
-    add_8(w[0], dy_right[2], dy_right[3], transposed_operand(kept));
+    add_8(z[1], v_left[0], v_left[1], masks.quad.of(p.at[1]));
+    add_8(w[0], dy_right[2], dy_right[3], transposed.quad.of(back.at[2]));
 #pragma unroll
     for (int n = 0; n < 4; ++n) m.add(dy_here, 2 + n / 2, v_here, n % 2);
   }
@@ -4519,9 +4569,8 @@ __device__ __forceinline__ void descend_in_lane(float (&z)[2][4], float (&w)[2][
   dy_here.operand(dy_right);
 #pragma unroll
   for (int s = 0; s < 2; ++s) {
-    const Operand<Element> kept = masks.pair.of(p.at[3 * s]);
-    add_8(z[s], v_left[2 * s], v_left[2 * s + 1], kept);
-    add_8(w[s], dy_right[2 * s], dy_right[2 * s + 1], transposed_operand(kept));
+    add_8(z[s], v_left[2 * s], v_left[2 * s + 1], masks.pair.of(p.at[3 * s]));
+    add_8(w[s], dy_right[2 * s], dy_right[2 * s + 1], transposed.pair.of(back.at[3 * s]));
     add_8(w[s], own_left[2 * s], own_left[2 * s + 1], masks.same.of(p.at[3 * s]));
   }
 #pragma unroll
@@ -4740,7 +4789,7 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
     }
 #pragma unroll
     for (int c = 0; c < 8; ++c) sum[c / 4][c % 4] *= launch.scale;
-    Products<Element>::store(products_at(later, earlier), sum);
+    TwoWayProducts<Element>::store(products_at(later, earlier), sum);
   }
   wait_for_copies<0>();
   __syncthreads();
@@ -4889,7 +4938,7 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
 #pragma unroll(Traits::kUnrolledTiles)
       for (int other = 0; other + 1 < kTiles; ++other) {
         if (other >= tile) break;
-        Products<Element> products;
+        TwoWayProducts<Element> products;
         products.load(products_at(tile, other));
         float unused[2][2][2];
         Operand<Element> left[4];
@@ -4910,9 +4959,8 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
         sum[0] = sum_over_steps(sum[0]);
         sum[1] = sum_over_steps(sum[1]);
         write_numbers(kForLater + tile * kTiles + other, sum);
-        Products<Element> products;
-        products.load(products_at(other, tile));
-        products = transposed_products(products);
+        TwoWayProducts<Element> products;
+        products.load_transposed(products_at(other, tile));
         float unused[2][2][2];
         const ColumnFragments<Element, SideTile> side(16 * other, lane_now);
         side.load(unused, left, dy_sides);
@@ -4981,13 +5029,11 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
       const KeptTile<Element> dy(at.dy);
       store_tile(own_columns, at.v_at_end(after), v_tile);
       store_tile(own_columns, at.dy_at_start(before), dy_tile);
-      Products<Element> products;
-      products.load(products_at(tile, tile));
-      at.descend(z, w, e, own, products);
+      at.descend(z, w, e, own, products_at(tile, tile));
       float gates[2][2][2];
       load_gates(gates);
-      products.load(products_at(tile, tile));
-      descend_in_lane(z, w, e, own_fours, products, v.tile(), dy.tile(), gates);
+      descend_in_lane<Element>(z, w, e, own_fours, products_at(tile, tile), v.tile(), dy.tile(),
+                               gates);
       if (p.log_gate) {
 #pragma unroll
         for (int n = 0; n < 8; ++n) z[n / 4][n % 4] *= gates[n / 4][n / 2 % 2][n % 2];
@@ -5024,6 +5070,7 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
       __syncwarp();
     }
   }
+  own_fours.join(own);
   if (grads.dq.data == nullptr && grads.dk.data == nullptr) return;
 
   // ---- dq and dk: rows of the states for their first part are on their way while M is made.
@@ -5042,7 +5089,6 @@ __device__ __forceinline__ void gradient_block(const Params& p, const Gradients&
   load_slice(slice_of(0));
 
   // ---- M: the sum over groups of columns, in their order, times scale.
-  own_fours.join(own);
   __syncthreads();
   const uint32_t own_sums = shared + Traits::kOfP + tile * Traits::kSumBytes + lane * 16;
   if constexpr (kGroups == 2) {
