@@ -2547,7 +2547,8 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
     Operand<Gate> unused[4];
     int lane_now = lane;
     if (Traits::kRows > 128) keep(lane_now);
-    const ColumnFragments<Element, typename Traits::ColumnTile> value_fragments(columns * 16, lane_now);
+    const ColumnFragments<Element, typename Traits::ColumnTile> value_fragments(columns * 16,
+                                                                                lane_now);
     const ColumnFragments<Gate, typename Traits::GateTile> gate_fragments(columns * 16, lane_now);
     gate_fragments.load(tile.gate, unused, stage + kOfGate + u * Traits::kGateTile);
     value_fragments.load(tile.value, tile.plain, stage + kOfV + u * Traits::kColumnTile);
@@ -2677,7 +2678,8 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
     }
 #pragma unroll
     for (int c = 0; c < 4; ++c) sum[0][c] = (sum[0][c] + sum[1][c]) * launch.scale;
-    if (kTiles == 1 || block != 1) Products<Element>::store_half(products_at(chunk, block), turn % 2, sum[0]);
+    if (kTiles == 1 || block != 1)
+      Products<Element>::store_half(products_at(chunk, block), turn % 2, sum[0]);
   };
 
   const auto make_products = [&](int chunk, uint32_t stage) {
@@ -2847,7 +2849,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
 
       // ---- What the state before the chunk gives to each step; the state after it.
       float y[2 * kTiles][4];
-      float p_rows[kAllWgmma ? 2 * kTiles : 1][4];  // of wgmma: 16 rows a warp
+      float p_rows[kAllWgmma ? 2 * kTiles : 1][4];      // of wgmma: 16 rows a warp
       constexpr int kLeft = kAllWgmma ? kSixteens : 8;  // operands at once
       uint32_t left[kWgmma ? kLeft : 1][4];
       uint32_t carried[kTiles][4];
@@ -2867,7 +2869,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
           // Four operands after the other: two fours are there at a time.
 #pragma unroll
           for (int kk = 0; kk < kSixteens; ++kk) {
-            uint32_t(&now)[4] = left[kk % kLeft];
+            uint32_t (&now)[4] = left[kk % kLeft];
             if (kk >= kLeft && kk % 4 == 0) {
               wgmma_wait<1>();
 #pragma unroll
@@ -2946,8 +2948,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
 #pragma unroll
         for (int n = 0; n < 2 * kTiles; ++n) wgmma_hold(y[n]);
       }
-      start_loading(chunk + launch.stages - 1,
-                    (stage == shared ? ring_end : stage) - kStageBytes);
+      start_loading(chunk + launch.stages - 1, (stage == shared ? ring_end : stage) - kStageBytes);
       if constexpr (!Traits::kEarly) load_gates(tiles, 0, chunk + 1, next);
 
       // ---- P of the chunk after the next.
@@ -3220,8 +3221,7 @@ __device__ __forceinline__ void tensor_block(const Params& p, const TensorLaunch
       for (int h = 0; h < 2; ++h) segment_decay[h] *= first[h] * second[h];
 
       // ---- The next chunk's plan, and P of the one after it.
-      start_loading(chunk + launch.stages - 1,
-                    (stage == shared ? ring_end : stage) - kStageBytes);
+      start_loading(chunk + launch.stages - 1, (stage == shared ? ring_end : stage) - kStageBytes);
       if constexpr (!kStateOnly) copy_outputs(chunk, stage);
       make_plan(tile[0], chunk + 1);
       if constexpr (!kStateOnly) make_products(chunk + 2, after_next);
@@ -4498,9 +4498,8 @@ struct GradientTile {
 // are the gradients of the gate and of v.
 template <typename Element>
 __device__ __forceinline__ void descend_in_lane(float (&z)[2][4], float (&w)[2][4], float (&e)[2],
-                                                LaneSums& m, uint32_t products,
-                                                const LaneTile& v, const LaneTile& dy,
-                                                const float (&gate)[2][2][2]) {
+                                                LaneSums& m, uint32_t products, const LaneTile& v,
+                                                const LaneTile& dy, const float (&gate)[2][2][2]) {
   uint32_t lane = threadIdx.x % 32;
   keep(lane);
   const int group = lane / 4;
