@@ -1268,14 +1268,25 @@ def test_nothing_forgotten_over_long(device: str, gate: str) -> None:
         assert error <= most, f"{what}: error {error:.2e}, of the loop {loop_error:.2e}"
 
 
+def zero_here_and_there(gate: Tensor) -> Tensor:
+    """1 - 1e-3 * gate, but 0 once in 1511 steps, at other steps in each column."""
+    step = torch.arange(gate.shape[1], device=gate.device).view(1, -1, 1, 1)
+    column = torch.arange(gate.shape[3], device=gate.device)
+    return (1 - 1e-3 * gate).masked_fill((step + 131 * column) % 1511 == 100, 0)
+
+
+LITTLE_FORGOTTEN = {"a thousandth below 1": NEARLY_ONE["a thousandth below"], "0 here and there": zero_here_and_there}
+
+
 @on_every_device
 @each_dtype(HALVES)
-@pytest.mark.parametrize("sizes", [LONG_SHAPE, (1, 5003, 3, 64, 40)], ids=str)
-def test_little_forgotten_over_long(device: str, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Gates a thousandth below 1: the states of all earlier segments count at the end."""
+@pytest.mark.parametrize("gate", LITTLE_FORGOTTEN)
+@pytest.mark.parametrize("sizes", [LONG_SHAPE, (1, 5003, 3, 64, 40), (1, 3000, 2, 256, 136)], ids=str)
+def test_little_forgotten_over_long(device: str, sizes: tuple[int, ...], gate: str, dtype: torch.dtype) -> None:
+    """The states of all earlier segments count at the end, or in some columns those since a gate of 0."""
     sizes = small_on_cpu(device, sizes, steps=200)
     problem = make_problem(sizes, dtype, device, gate_dtype=torch.float32, state=True)
-    run_and_check(replace(problem, gate=NEARLY_ONE["a thousandth below"](problem.gate)))
+    run_and_check(replace(problem, gate=LITTLE_FORGOTTEN[gate](problem.gate)))
 
 
 @on_every_device

@@ -355,6 +355,7 @@ std::vector<float> run_wgmma(const char* name, bool adds, int fault) {
 template <typename Element>
 void test_wgmma(const char* name) {
   for (bool adds : {false, true}) {
+    run_wgmma<Element, 2, false, false>(name, adds, kNone);
     run_wgmma<Element, 4, false, false>(name, adds, kNone);
     run_wgmma<Element, 8, false, false>(name, adds, kNone);
     run_wgmma<Element, 16, false, false>(name, adds, kNone);
