@@ -40,6 +40,7 @@ import os
 import platform
 import statistics
 import sys
+import textwrap
 import time
 import warnings
 from collections import Counter
@@ -686,7 +687,7 @@ def write_plot(report: Report, path: str) -> None:
         empty.remove()
     named = {label: line for panel in axes.flat for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
     figure.legend(named.values(), named, loc="outside lower center", ncols=len(named), frameon=False, handlelength=4)
-    figure.suptitle(f"gated_delta_jit, {run_of(report)}")
+    figure.suptitle(textwrap.fill(f"gated_delta_jit, {run_of(report)}", 110), fontsize="medium")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
