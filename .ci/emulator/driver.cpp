@@ -645,12 +645,15 @@ std::string run_case(const Spec& spec, bool backward, const std::vector<int>& sc
       const uint64_t kernels = emu::counts.launches - launches;
       const uint64_t walk = spec.segments > 1 ? 2 : 1;
       if (kernels != (backward ? 2 * walk + 1 : walk)) return label + std::to_string(kernels) + " kernels: not the segments meant";
-      // Of each segment's end, or those of its parts, for whole tiles of columns.
-      const size_t segments = spec.segments > 1 ? spec.B * spec.H * spec.segments : 0;
+      // The ends of segments: for whole tiles of columns, each warp's part of the state and two decays a lane.
+      const size_t rows = spec.K <= 32 ? 32 : spec.K <= 64 ? 64 : spec.K <= 128 ? 128 : 256;
+      const size_t columns = std::min<size_t>(rows, 128), tiles = (spec.V + columns - 1) / columns;
+      const size_t parts = spec.dtype == Dtype::kFloat32 && rows <= 64 ? 2 : 1;  // warps that share 16 columns
+      const size_t end = columns / 16 * parts * 32 * (rows / 2 / parts + 2);
+      const size_t scratch = spec.segments > 1 ? spec.B * spec.H * spec.segments * tiles * end : 0;
       size_t got = 0;
       for (Operand& x : p.workspaces) got += x.name == "scratch" ? x.elements() : 0;
-      const bool fits = segments == 0 ? got == 0 : got % segments == 0 && got >= segments * (spec.K + 1) * spec.V;
-      if (!backward && !fits) return label + "scratch for " + std::to_string(got) + " numbers: not the segments meant";
+      if (!backward && got != scratch) return label + "scratch for " + std::to_string(got) + " numbers, " + std::to_string(scratch) + " expected";
     }
     for (Operand* x : p.inputs()) if (x->used() && !x->unchanged()) return label + "input " + x->name + " was modified";
     if (!first.empty()) {
